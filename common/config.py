@@ -1,0 +1,100 @@
+"""Node settings: frozen, parsed once by the command line, validated at construction.
+
+Every field is a flag (`max_model_len` is `--max-model-len`) and its docstring the flag's help.
+Derived values (the number of pages, the model's length) are returned by whoever derives them and
+never written back here.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+"""A name `deploy/default_model.py` resolves to a converted local folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig:
+    """What both node roles share."""
+
+    model: str = DEFAULT_MODEL
+    """Local folder, Hugging Face id, or the built-in default."""
+    served_model_name: str | None = None
+    """Name clients use; the last part of `model` if not given."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Weights and KV; auto takes the checkpoint's."""
+    max_model_len: int | None = None
+    """Longest prompt plus output in tokens; the model's own limit if not given."""
+    page_size: int = 16
+    """Tokens in a KV page; equal on all nodes."""
+    num_pages: int | None = None
+    """Pages in this node's pool; sized from `kv_cache_gib` if not given."""
+    kv_cache_gib: float = 1.0
+    """Size of the page pool when `num_pages` is not given."""
+    max_running_requests: int = 64
+    """Requests computing at the same time."""
+    chunk_size: int = 512
+    """Prefill tokens a step, shared by the requests in it."""
+    host: str = "127.0.0.1"
+    """Address this node's sockets bind to and advertise."""
+    port: int = 0
+    """This node's HTTP port; 0 takes a free one."""
+    router: tuple[str, ...] = ("tcp://127.0.0.1:8001",)
+    """Routers to join, tcp://host:port; repeatable."""
+    name: str | None = None
+    """Name in logs and server info; role and process id if not given."""
+    threads: int | None = None
+    """Torch threads; torch's own choice if not given."""
+    cpus: str | None = None
+    """Pin this process to these processors, like 0,2-3."""
+    heartbeat_s: float = 0.5
+    """Between two heartbeats on any link."""
+    router_timeout_s: float = 10.0
+    """Silence after which a router's requests are aborted."""
+    peer_timeout_s: float = 5.0
+    """Silence after which the other half's node is taken for gone."""
+    lease_s: float = 10.0
+    """Prefill posts nothing into decode later than this after decode's last sign of life."""
+    longest_post_s: float = 3.0
+    """Bound on one posted write, for pages of a silent peer."""
+    twin_timeout_s: float = 30.0
+    """How long a request waits for its other half's message."""
+    transfer_timeout_s: float = 300.0
+    """How long decode waits for a request's KV once pages were given."""
+    stuck_engine_s: float = 300.0
+    """Age of the last step after which /health says no."""
+    ucx_tls: str | None = None
+    """Sets UCX_TLS, like tcp."""
+    nixl_params: tuple[str, ...] = ()
+    """Parameters of NIXL's UCX backend, key=value; repeatable."""
+
+    def __post_init__(self) -> None:
+        positive = (
+            "page_size", "max_running_requests", "chunk_size", "heartbeat_s", "router_timeout_s",
+            "peer_timeout_s", "lease_s", "twin_timeout_s", "transfer_timeout_s", "kv_cache_gib",
+        )  # fmt: skip
+        for field in positive:
+            if getattr(self, field) <= 0:
+                raise ValueError(f"{field} must be positive, not {getattr(self, field)}")
+        for field in ("max_model_len", "num_pages", "threads"):
+            value = getattr(self, field)
+            if value is not None and value <= 0:
+                raise ValueError(f"{field} must be positive, not {value}")
+        for address in self.router:
+            if not address.startswith("tcp://"):
+                raise ValueError(f"router must look like tcp://host:port, not {address!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig(NodeConfig):
+    """Flags of a prefill node."""
+
+    side_channel_port: int = 0
+    """Port that decode nodes dial; 0 takes a free one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(NodeConfig):
+    """Flags of a decode node."""
+
+    reserve_pages: int = 8
+    """Pages kept free at admission for each active request, so that retraction stays rare."""

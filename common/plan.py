@@ -1,0 +1,197 @@
+"""What a scheduler hands out after each decision: one frozen `StepPlan`, and what comes back.
+
+Pure data. The batch goes to the model runner, the transfer commands to the transfer backend, the
+messages to the I/O thread. Results and completions return as `BatchResult` and `TransferEvent`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.messages import (
+    Incarnation,
+    PeerMemory,
+    Room,
+    SamplingParams,
+    ToDecode,
+    TokenLogprob,
+    ToPrefill,
+    ToRouter,
+)
+
+# ---------------------------------------------------------------- the batch
+
+
+@dataclass(frozen=True, slots=True)
+class SlotInit:
+    """Given with the first row of a slot's new owner; the runner forgets what it kept there.
+
+    `output_ids` are all outputs known before this step; the runner adds what it samples itself.
+    """
+
+    sampling: SamplingParams
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request's share of a forward pass: some prompt tokens, or one decode token."""
+
+    slot: int
+    start: int
+    """Absolute position of `token_ids[0]`; KV of all earlier positions is in the slot's pages."""
+    token_ids: Sequence[int]
+    new_pages: Sequence[int]
+    """Page ids appended to the slot's page table before this step."""
+    sample_index: int | None
+    """Absolute output index to draw after the last token; None for a chunk that is not the last."""
+    init: SlotInit | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    rows: tuple[Row, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """`samples[i]` belongs to `rows[i]`; None where nothing was to be sampled."""
+
+    samples: tuple[Sample | None, ...]
+
+
+# ---------------------------------------------------------------- transfers
+
+
+@dataclass(frozen=True, slots=True)
+class AddPeer:
+    """Make a remote pool writable; answered by `PeerAdded` or `PeerFailed`."""
+
+    peer: Incarnation
+    memory: PeerMemory
+
+
+@dataclass(frozen=True, slots=True)
+class RemovePeer:
+    """Forget a peer. Its posted writes still end with one event each."""
+
+    peer: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class RenewLease:
+    """Writes into `peer` may be posted until `until` (this process's monotonic clock)."""
+
+    peer: Incarnation
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Copy local pages into a peer's pages, then deliver `notification` there.
+
+    Ends with exactly one `WriteDone` or `WriteFailed`, whatever happens to the peer.
+    """
+
+    room: Room
+    chunk: int
+    peer: Incarnation
+    source_pages: tuple[int, ...]
+    target_pages: tuple[int, ...]
+    notification: bytes
+
+
+TransferCommand = AddPeer | RemovePeer | RenewLease | Write
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAdded:
+    peer: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFailed:
+    """The peer could not be added, or its connection broke; its writes end on their own."""
+
+    peer: Incarnation
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDone:
+    room: Room
+    chunk: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """The write has ended and can touch no page any more."""
+
+    room: Room
+    chunk: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notified:
+    """A peer's write into this node ended and brought this notification."""
+
+    payload: bytes
+
+
+TransferEvent = PeerAdded | PeerFailed | WriteDone | WriteFailed | Notified
+
+# ---------------------------------------------------------------- messages
+
+
+@dataclass(frozen=True, slots=True)
+class ToRouterMsg:
+    router: Incarnation
+    body: ToRouter
+
+
+@dataclass(frozen=True, slots=True)
+class ToPeerMsg:
+    """For a peer that is linked; messages to unknown peers are dropped and counted."""
+
+    peer: Incarnation
+    body: ToPrefill | ToDecode
+
+
+@dataclass(frozen=True, slots=True)
+class DialPeer:
+    """Decode only: connect the side channel to this prefill node and send `PeerHello`."""
+
+    peer: Incarnation
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class HangUp:
+    """Close the side channel to a peer and stop renewing its lease."""
+
+    peer: Incarnation
+
+
+Outgoing = ToRouterMsg | ToPeerMsg | DialPeer | HangUp
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One turn's decisions. `batch` is None when there is nothing to compute (or while paused)."""
+
+    batch: Batch | None
+    transfers: tuple[TransferCommand, ...]
+    messages: tuple[Outgoing, ...]
