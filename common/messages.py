@@ -190,6 +190,8 @@ class Ping(Wire, frozen=True):
     """Liveness; `stamp` is echoed and opaque to the receiver."""
 
     stamp: float
+    paused: bool = False
+    """The sender makes no forward passes now: do not count its silence about a room."""
 
 
 class Admin(Wire, frozen=True, kw_only=True):
@@ -333,7 +335,11 @@ class Sync(Wire, frozen=True, kw_only=True):
     """All rooms decode has on this link; prefill answers each that needs one. Idempotent."""
 
     open: list[Room]
+    """Pages are allocated and named in a `Destination`."""
     cancelling: list[Room]
+    """Pages are wanted back."""
+    pending: list[Room] = msgspec.field(default_factory=list)
+    """Known here, but still waiting for pages: prefill should not give them up."""
 
 
 class Pong(Wire, frozen=True, kw_only=True):
@@ -383,6 +389,8 @@ class RoomFailed(Wire, frozen=True, kw_only=True):
     room: Room
     kind: FailureKind
     message: str
+    landed: list[int] = msgspec.field(default_factory=list)
+    """Chunks whose bytes arrived all the same."""
 
 
 class Drained(Wire, frozen=True, kw_only=True):

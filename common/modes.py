@@ -1,4 +1,4 @@
-"""The two closed choices every process knows: which half a node serves, and how a pause treats work."""
+"""The two choices every process knows: which half a node serves, how a pause treats work."""
 
 from enum import StrEnum
 
@@ -19,3 +19,8 @@ class PauseMode(StrEnum):
     """Requests give their KV up and go back to the router, which replays them later."""
     IN_PLACE = "in_place"
     """Keep everything; only forward passes stop."""
+
+    @property
+    def empties_node(self) -> bool:
+        """Whether no KV computed before the pause may survive it."""
+        return self is not PauseMode.IN_PLACE

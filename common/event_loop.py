@@ -1,0 +1,133 @@
+"""The one loop of both node roles: facts in, a plan out, one forward pass, again.
+
+    drain inbox ─▶ poll transfers ─▶ schedule ─▶ submit transfers ─▶ send ─▶ run batch ─▶ take in
+
+It blocks in `wait` whenever there is nothing to compute, and never spins: the transfer and I/O
+threads wake it. Control messages are handled at the top of a turn, so between steps.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, assert_never
+
+from common.events import AdminDone, AdminRequest, Event, Shutdown
+from common.messages import AbortRequests, AdminVerb, Continue, FlushCache, Pause
+from common.plan import Batch, BatchResult, Outgoing, TransferCommand, TransferEvent
+from common.scheduler import Scheduler
+from common.stats import Report
+
+log = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """Runs one forward pass."""
+
+    def run(self, batch: Batch) -> BatchResult: ...
+
+
+class Transfers(Protocol):
+    """The engine thread's side of a transfer backend; neither call blocks."""
+
+    def submit(self, commands: Sequence[TransferCommand]) -> None: ...
+
+    def poll(self) -> list[TransferEvent]: ...
+
+
+class Port(Protocol):
+    """The engine thread's side of the I/O thread."""
+
+    def drain(self) -> list[Event]: ...
+
+    def wait(self, timeout_s: float) -> None: ...
+
+    def send(self, messages: Sequence[Outgoing | AdminDone]) -> None: ...
+
+    def publish(self, report: Report) -> None: ...
+
+
+class EventLoop:
+    """Drives a scheduler. `run` returns when a `Shutdown` arrives."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler[Any],
+        runner: Runner,
+        transfers: Transfers,
+        port: Port,
+        *,
+        tick_s: float = 0.25,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._transfers = transfers
+        self._port = port
+        self._tick_s = tick_s
+        self._clock = clock
+
+    def run(self) -> None:
+        while self.turn():
+            pass
+
+    def turn(self) -> bool:
+        """One pass; False once the process was asked to end."""
+        replies: list[AdminDone] = []
+        for event in self._port.drain():
+            if isinstance(event, Shutdown):
+                return False
+            self._take_in(event, replies)
+        for fact in self._transfers.poll():
+            self._scheduler.on_transfer(fact, self._clock())
+        plan = self._scheduler.schedule(self._clock())
+        if plan.transfers:
+            self._transfers.submit(plan.transfers)
+        if plan.messages or replies:
+            self._port.send((*plan.messages, *replies))
+        if plan.batch is not None:
+            self._run(plan.batch)
+        self._port.publish(self._scheduler.take_report())
+        if plan.batch is None:
+            self._port.wait(self._tick_s)
+        return True
+
+    def _take_in(self, event: Event, replies: list[AdminDone]) -> None:
+        """One fact. A bug it uncovers is logged and counted; it concerns no other fact."""
+        try:
+            match event:
+                case AdminRequest(ticket, verb):
+                    replies.append(self._administer(ticket, verb))
+                case Shutdown():
+                    pass
+                case _:
+                    self._scheduler.handle(event, self._clock())
+        except Exception:
+            log.exception("could not handle %s", type(event).__name__)
+            self._scheduler.counters["internal_errors"] += 1
+
+    def _administer(self, ticket: int, verb: AdminVerb) -> AdminDone:
+        scheduler = self._scheduler
+        match verb:
+            case Pause(mode):
+                scheduler.pause_generation(mode)
+                return AdminDone(ticket, True, f"paused ({mode})")
+            case Continue():
+                scheduler.continue_generation()
+                return AdminDone(ticket, True, "running")
+            case FlushCache():
+                problem = scheduler.flush_cache()
+                return AdminDone(ticket, problem is None, problem or "the cache is empty")
+            case AbortRequests(rid):
+                return AdminDone(ticket, True, f"aborted {scheduler.abort_requests(rid)}")
+            case _:
+                assert_never(verb)
+
+    def _run(self, batch: Batch) -> None:
+        try:
+            result = self._runner.run(batch)
+        except Exception as error:
+            log.exception("the forward pass of %d rows failed", len(batch.rows))
+            message = f"{type(error).__name__}: {error}"
+            self._scheduler.process_batch_failure(message, self._clock())
+        else:
+            self._scheduler.process_batch_result(result, self._clock())

@@ -1,0 +1,87 @@
+"""Pages of requests: request-aware allocation over a `PagePool`, and the quarantine."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from common.kv_cache.page_pool import PagePool
+from common.messages import Incarnation, Room
+from common.request import Req
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """Pages of an ended room that a silent peer might still write into."""
+
+    peer: Incarnation
+    pages: tuple[int, ...]
+    until: float
+
+
+class KVCacheManager:
+    """Owns every page that is not free: through a request, or in quarantine."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self._pool = PagePool(num_pages)
+        self._quarantine: dict[Room, Quarantined] = {}
+
+    @property
+    def num_pages(self) -> int:
+        return self._pool.num_pages
+
+    @property
+    def num_free(self) -> int:
+        return self._pool.num_free
+
+    @property
+    def num_quarantined(self) -> int:
+        return sum(len(entry.pages) for entry in self._quarantine.values())
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens` positions."""
+        return -(-num_tokens // self.page_size)
+
+    def grow(self, req: Req, num_tokens: int) -> list[int] | None:
+        """Give `req` room for `num_tokens` positions in one step, or change nothing.
+
+        Returns the pages added (none if it had enough), or None if the pool is too empty.
+        """
+        added = self._pool.allocate(max(0, self.pages_for(num_tokens) - len(req.pages)))
+        if added is not None:
+            req.pages += added
+        return added
+
+    def release(self, req: Req) -> None:
+        """Take all of a request's pages back; no transfer may touch them any more."""
+        self._pool.free(req.pages)
+        req.pages = []
+
+    def quarantine(self, req: Req, peer: Incarnation, until: float) -> None:
+        """Set the pages aside: `peer` went silent and could still write into them."""
+        if req.pages:
+            self._quarantine[req.room] = Quarantined(peer, tuple(req.pages), until)
+            req.pages = []
+
+    def quarantined_rooms(self, peer: Incarnation) -> list[Room]:
+        return [room for room, entry in self._quarantine.items() if entry.peer == peer]
+
+    def end_quarantine(self, room: Room) -> bool:
+        """The peer has proved that it writes no more; says whether pages came home."""
+        entry = self._quarantine.pop(room, None)
+        if entry is None:
+            return False
+        self._pool.free(entry.pages)
+        return True
+
+    def expire_quarantine(self, now: float) -> None:
+        for room in [r for r, entry in self._quarantine.items() if entry.until <= now]:
+            self.end_quarantine(room)
+
+    def next_expiry(self) -> float | None:
+        return min((entry.until for entry in self._quarantine.values()), default=None)
+
+    def check(self, reqs: Iterable[Req]) -> None:
+        """Every page is free, a request's, or in quarantine, and in exactly one of these."""
+        held = [page for req in reqs for page in req.pages]
+        held += [page for entry in self._quarantine.values() for page in entry.pages]
+        self._pool.check(held)

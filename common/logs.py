@@ -1,0 +1,54 @@
+"""Logging of a process: one line of text on stderr for people, one JSON line at a request's end."""
+
+import logging
+import sys
+from typing import Any
+
+import msgspec
+
+from common.modes import DisaggregationMode
+from common.stats import RequestEnd
+
+REQUESTS = "pdserve.requests"
+"""Logger of the JSON lines; they carry nothing but JSON after the usual head."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class OneLine(logging.Formatter):
+    """Keeps each message on one line: what a client sent cannot forge a second one."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
+        record.message = record.message.replace("\r", "\\r").replace("\n", "\\n")
+        return super().formatMessage(record)
+
+
+def setup_logging(process: str, level: str = "INFO") -> None:
+    """Send all log records of this process to stderr, marked with its name.
+
+    `level` is a name like INFO; raises ValueError for an unknown one.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    form = f"%(asctime)s %(levelname)s {process.replace('%', '%%')} %(name)s: %(message)s"
+    handler.setFormatter(OneLine(form))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+def log_request_end(end: RequestEnd, role: DisaggregationMode, name: str) -> None:
+    """One JSON line: who, what came of it, and its stages in seconds since it came to this node."""
+    requests = logging.getLogger(REQUESTS)
+    if not requests.isEnabledFor(logging.INFO):
+        return
+    line: dict[str, Any] = {
+        "event": "request_end",
+        "role": role.value,
+        "node": name,
+        "room": end.room,
+        "rid": end.rid,
+        "attempt": end.attempt,
+        "outcome": end.outcome,
+        "prompt_tokens": end.prompt_tokens,
+        "output_tokens": end.output_tokens,
+        "stages": {stage: round(seconds, 6) for stage, seconds in end.stages.items()},
+    }
+    requests.info("%s", _encode(line).decode())

@@ -1,0 +1,90 @@
+"""What a node knows of one attempt of one choice. The two nodes add their own fields to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.messages import Generate, Incarnation, Room, SamplingParams, StopReason
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Req:
+    """One room on one node.
+
+    `output_ids` grows as tokens become known here; `pages` are the page ids of its KV in logical
+    order. `queue` is written by `ReqQueue.take` alone and is the request's state.
+    """
+
+    room: Room
+    rid: str
+    attempt: int
+    router: Incarnation
+    prompt_ids: list[int]
+    output_ids: list[int]
+    sampling: SamplingParams
+    arrived: float
+    """When the router accepted it, on this node's clock: its rank."""
+    added: float
+    """When it came to this node."""
+    pages: list[int] = field(default_factory=list)
+    slot: int | None = None
+    queue: Any = None
+    """The `ReqQueue` that holds it; None before the first."""
+    stages: dict[str, float] = field(default_factory=dict)
+    """Stage name -> clock value at which it was reached."""
+    last_token_at: float | None = None
+
+    @classmethod
+    def fields_of(cls, generate: Generate, router: Incarnation, now: float) -> dict[str, Any]:
+        """Constructor arguments that a `Generate` determines."""
+        return {
+            "room": generate.room,
+            "rid": generate.rid,
+            "attempt": generate.attempt,
+            "router": router,
+            "prompt_ids": generate.prompt_ids,
+            "output_ids": list(generate.output_ids),
+            "sampling": generate.sampling,
+            "arrived": now - generate.age_s,
+            "added": now,
+        }
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        return (self.arrived, self.room)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and known outputs."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """Most positions that can ever hold KV: the very last token's is never computed."""
+        return len(self.prompt_ids) + self.sampling.max_tokens - 1
+
+    def problem(self, vocab_size: int, max_model_len: int) -> str | None:
+        """Why no node with these limits can ever run it; None if one can."""
+        left = self.sampling.max_tokens - len(self.output_ids)
+        if not self.prompt_ids or left < 1:
+            return f"{len(self.prompt_ids)} prompt tokens, {left} left to generate"
+        longest = len(self.prompt_ids) + self.sampling.max_tokens
+        if longest > max_model_len:
+            return f"{longest} tokens exceed the context of {max_model_len}"
+        ids = self.context()
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            return f"token ids must be in [0, {vocab_size})"
+        return None
+
+    def context(self) -> list[int]:
+        """All tokens known: prompt, then outputs."""
+        return [*self.prompt_ids, *self.output_ids]
+
+    def stop_reason(self) -> StopReason | None:
+        """Whether the newest output token ends the request."""
+        if self.output_ids[-1] in self.sampling.stop_token_ids:
+            return StopReason.STOP
+        if len(self.output_ids) >= self.sampling.max_tokens:
+            return StopReason.LENGTH
+        return None

@@ -1,0 +1,433 @@
+"""The scheduler both node roles share: events go in, a frozen `StepPlan` comes out.
+
+Pure: no torch, no sockets, no NIXL, no clock reads. Time comes in with each event. One turn is
+
+    handle(event, now)*  on_transfer(event, now)*  schedule(now) -> StepPlan
+    ... the loop submits the plan's transfers, sends its messages, runs its batch ...
+    process_batch_result(result, now)   or   process_batch_failure(error, now)
+
+so control messages are only ever handled between steps, when no batch is half taken in.
+
+Order of side effects inside a turn: a request is moved first, then its pages change hands, then
+the router and the peer are told. Every accepted request leaves through `_stop` (its router is told
+why) or by finishing; either way exactly once, since both end in `_retire`, which removes it.
+
+After dask's `WorkerState` (events -> instructions, no I/O) and vLLM's schedule/update pair.
+"""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Generic, assert_never, final
+
+from common.events import FromPeer, FromRouter, PeerSilent, RouterLost
+from common.kv_cache.manager import KVCacheManager
+from common.ledger import Ledger
+from common.lifecycle import Edges, IllegalTransition, R, ReqQueue, State
+from common.messages import (
+    Abort,
+    Aborted,
+    Failed,
+    FailureKind,
+    Fingerprint,
+    Generate,
+    Incarnation,
+    NodeState,
+    NodeStats,
+    PeerGone,
+    Retracted,
+    Room,
+    ToDecode,
+    TokenLogprob,
+    TokenOutput,
+    ToPrefill,
+    ToRouter,
+)
+from common.modes import PauseMode
+from common.outbox import Outbox
+from common.plan import (
+    Batch,
+    BatchResult,
+    Notified,
+    PeerAdded,
+    PeerFailed,
+    Row,
+    Sample,
+    StepPlan,
+    TransferEvent,
+    WriteDone,
+    WriteFailed,
+)
+from common.request import Req
+from common.slots import Slots
+from common.stats import Report
+from common.tombstones import Ending, Tombstone, Tombstones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    """What a scheduler needs to know of its node; see `NodeConfig` for the meanings."""
+
+    incarnation: Incarnation
+    fingerprint: Fingerprint
+    num_pages: int
+    page_size: int
+    vocab_size: int
+    max_model_len: int
+    max_running_requests: int
+    chunk_size: int
+    twin_timeout_s: float = 30.0
+    transfer_timeout_s: float = 300.0
+    lease_s: float = 10.0
+    longest_post_s: float = 3.0
+    sync_s: float = 2.0
+    weight_version: str = ""
+
+    @property
+    def tombstone_s(self) -> float:
+        """Longer than any peer can still ask about a room."""
+        return 2 * (self.transfer_timeout_s + self.twin_timeout_s + self.lease_s)
+
+
+class Scheduler(ABC, Generic[R]):
+    """State machine of one node. Subclasses: `PrefillScheduler`, `DecodeScheduler`."""
+
+    def __init__(self, settings: SchedulerSettings, edges: Edges) -> None:
+        self.settings = settings
+        self.kv = KVCacheManager(settings.num_pages, settings.page_size)
+        self.queues: dict[State, ReqQueue[R]] = {
+            state: ReqQueue(state, edges) for state in edges if state is not None
+        }
+        self.ledger = Ledger()
+        self._ended: ReqQueue[R] = ReqQueue(State.ENDED, edges)
+        self._reqs: dict[Room, R] = {}
+        self._rooms_by_rid: dict[tuple[Incarnation, str], Room] = {}
+        self._tombstones = Tombstones(settings.tombstone_s)
+        self._outbox = Outbox()
+        self._slots = Slots(settings.max_running_requests)
+        self._in_step: tuple[R, ...] = ()
+        self._pause: PauseMode | None = None
+        self._draining = False
+        self._now = 0.0
+
+    @property
+    def counters(self) -> Counter[str]:
+        return self.ledger.counters
+
+    # ------------------------------------------------------------ what a role decides
+
+    @property
+    def running_batch(self) -> Collection[R]:
+        """Requests generating tokens here; a node that never decodes has none."""
+        return ()
+
+    @abstractmethod
+    def _new_request(self, generate: Generate, router: Incarnation) -> R: ...
+
+    @abstractmethod
+    def _accept(self, req: R) -> None:
+        """Put a checked new request into its first queue."""
+
+    @abstractmethod
+    def _pages_needed(self, req: R) -> int:
+        """Most pages this request can ever hold here."""
+
+    @abstractmethod
+    def _retractable(self) -> Iterable[R]:
+        """Requests that hold KV, youngest last."""
+
+    @abstractmethod
+    def _let_go(self, req: R, kind: FailureKind, message: str) -> None:
+        """Retire a stopped request, or park it in ABORTING while a transfer may touch its pages."""
+
+    @abstractmethod
+    def _advance(self) -> None:
+        """Move what needs no forward pass; called each turn, also while paused."""
+
+    @abstractmethod
+    def _select(self) -> list[tuple[R, Row]]:
+        """The next step's rows. Not called while paused."""
+
+    @abstractmethod
+    def _on_computed(self, req: R, sample: Sample | None) -> None:
+        """Take in one row's result."""
+
+    @abstractmethod
+    def _on_peer_message(self, peer: Incarnation, body: ToPrefill | ToDecode) -> None: ...
+
+    @abstractmethod
+    def _on_peer_lost(self, peer: Incarnation, why: str) -> None: ...
+
+    @abstractmethod
+    def _expire(self) -> None:
+        """Act on time-outs."""
+
+    @abstractmethod
+    def _on_transfer_event(self, event: PeerAdded | WriteDone | WriteFailed | Notified) -> None:
+        """Take in what the transfer backend says, but for a peer's loss."""
+
+    # ------------------------------------------------------------ events
+
+    @final
+    def handle(self, event: FromRouter | RouterLost | FromPeer | PeerSilent, now: float) -> None:
+        """Take in one fact from the I/O thread."""
+        self._now = now
+        match event:
+            case FromRouter(router, body):
+                self._on_router_message(router, body)
+            case RouterLost(router):
+                for req in self.unfinished():
+                    if req.router == router:
+                        self._stop(req, None, FailureKind.REFUSED, "its router is gone")
+            case FromPeer(peer, message):
+                self._on_peer_message(peer, message)
+            case PeerSilent(peer):
+                self._on_peer_lost(peer, "the peer is silent")
+            case _:
+                assert_never(event)
+
+    def _on_router_message(self, router: Incarnation, body: Generate | Abort | PeerGone) -> None:
+        match body:
+            case Generate():
+                self.add_request(body, router)
+            case Abort(room):
+                self.abort_room(room)
+            case PeerGone(peer):
+                self._on_peer_lost(peer, "the router gave the peer up")
+            case _:
+                assert_never(body)
+
+    @final
+    def on_transfer(self, event: TransferEvent, now: float) -> None:
+        """Take in one fact from the transfer backend."""
+        self._now = now
+        match event:
+            case PeerFailed(peer, error):
+                self._on_peer_lost(peer, error)
+            case _:
+                self._on_transfer_event(event)
+
+    def add_request(self, generate: Generate, router: Incarnation) -> None:
+        """Accept one attempt, or tell its router why not. Repeated and ended rooms are dropped."""
+        room = generate.room
+        if room in self._reqs or room in self._tombstones:
+            self.counters["stale_messages"] += 1
+            return
+        previous = self._rooms_by_rid.get((router, generate.rid))
+        if previous is not None and self._reqs[previous].attempt < generate.attempt:
+            self.abort_room(previous)
+        req = self._new_request(generate, router)
+        refusal = self._refusal(req)
+        if refusal is not None:
+            kind, message = refusal
+            self.counters["refusals"] += 1
+            self._outbox.to_router(router, Failed(room=room, kind=kind, message=message))
+            stone = Tombstone(Ending.FAILED, kind=kind, message=message)
+            self._tombstones.add(room, stone, self._now)
+            return
+        self._reqs[room] = req
+        self._rooms_by_rid[router, req.rid] = room
+        self._accept(req)
+
+    def _refusal(self, req: R) -> tuple[FailureKind, str] | None:
+        if self._draining:
+            return FailureKind.REFUSED, "this node is draining"
+        problem = req.problem(self.settings.vocab_size, self.settings.max_model_len)
+        if problem is not None:
+            return FailureKind.INVALID, problem
+        needed, have = self._pages_needed(req), self.kv.num_pages
+        if needed > have:
+            return FailureKind.TOO_LARGE, f"needs {needed} pages, the pool has {have}"
+        return None
+
+    def abort_room(self, room: Room) -> None:
+        """End a room without an answer; a room not seen yet will be dropped when it comes."""
+        req = self._reqs.get(room)
+        if req is not None:
+            self._stop(req, None, FailureKind.REFUSED, "aborted by the router")
+        elif room not in self._tombstones:
+            stone = Tombstone(Ending.FAILED, kind=FailureKind.REFUSED, message="aborted")
+            self._tombstones.add(room, stone, self._now)
+
+    @final
+    def abort_requests(self, rid: str = "") -> int:
+        """Abort by public id (all if empty) and tell the routers; returns how many."""
+        found = [req for req in self.unfinished() if rid in ("", req.rid)]
+        for req in found:
+            self._stop(req, Aborted(req.room), FailureKind.REFUSED, "aborted")
+        return len(found)
+
+    # ------------------------------------------------------------ pause, flush, drain
+
+    @property
+    def paused(self) -> PauseMode | None:
+        return self._pause
+
+    @final
+    def pause_generation(self, mode: PauseMode) -> None:
+        """Stop forward passes, and treat unfinished requests as `mode` says. Repeatable.
+
+        Called only between steps. On an idle node nothing else happens: each mode works on single
+        requests, and no request means no work.
+        """
+        self._pause = mode
+        match mode:
+            case PauseMode.RETRACT:
+                for req in tuple(self._retractable()):
+                    self._retract(req)
+            case PauseMode.ABORT:
+                self.abort_requests()
+            case PauseMode.IN_PLACE:
+                pass
+            case _:
+                assert_never(mode)
+
+    @final
+    def continue_generation(self) -> None:
+        self._pause = None
+
+    def flush_cache(self) -> str | None:
+        """Empty the prefix cache; returns why it cannot be done now, or None."""
+        holders = sum(1 for req in self._reqs.values() if req.pages)
+        if holders or self.kv.num_quarantined:
+            return f"{holders} requests hold pages, {self.kv.num_quarantined} are quarantined"
+        return None
+
+    # ------------------------------------------------------------ steps
+
+    @final
+    def schedule(self, now: float) -> StepPlan:
+        """Decide the next step. While paused the batch is empty, whatever the role."""
+        self._now = now
+        assert not self._in_step, "the last step's result was not taken in"
+        self._tombstones.expire(now)
+        self._expire()
+        self._advance()
+        rows = [] if self._pause is not None else self._select()
+        self._in_step = tuple(req for req, _ in rows)
+        transfers, messages = self._outbox.drain()
+        batch = Batch(tuple(row for _, row in rows)) if rows else None
+        return StepPlan(batch, transfers, messages)
+
+    @final
+    def process_batch_result(self, result: BatchResult, now: float) -> None:
+        """Take in what the runner computed for the last plan's batch."""
+        self._now = now
+        step, self._in_step = self._in_step, ()
+        for req, sample in zip(step, result.samples, strict=True):
+            self._on_computed(req, sample)
+
+    @final
+    def process_batch_failure(self, error: str, now: float) -> None:
+        """The forward pass raised: its requests fail, the node goes on."""
+        self._now = now
+        step, self._in_step = self._in_step, ()
+        self.counters["failed_steps"] += 1
+        for req in step:
+            failed = Failed(room=req.room, kind=FailureKind.ENGINE, message=error)
+            self._stop(req, failed, FailureKind.ENGINE, error)
+
+    # ------------------------------------------------------------ how requests end
+
+    @final
+    def unfinished(self) -> list[R]:
+        """Requests whose router has not been told an end, oldest first."""
+        live = [req for req in self._reqs.values() if req not in self.queues[State.ABORTING]]
+        return sorted(live, key=lambda req: req.rank)
+
+    def _fail(self, req: R, kind: FailureKind, message: str) -> None:
+        self._stop(req, Failed(room=req.room, kind=kind, message=message), kind, message)
+
+    def _retract(self, req: R) -> None:
+        """Give one request's KV up and hand it back to its router for replay."""
+        self.counters["retractions"] += 1
+        self._stop(req, Retracted(req.room), FailureKind.REFUSED, "retracted")
+
+    def _stop(self, req: R, answer: ToRouter | None, kind: FailureKind, message: str) -> None:
+        """End a request that has not finished. Its router hears `answer` at once."""
+        if req in self.queues[State.ABORTING]:
+            return
+        if answer is not None:
+            self._outbox.to_router(req.router, answer)
+        else:
+            self.counters["aborts"] += 1
+        self.ledger.ended(req, message if answer is None else type(answer).__name__.lower())
+        self._slots.take_back(req)
+        self._let_go(req, kind, message)
+
+    def _retire(self, req: R, stone: Tombstone) -> None:
+        """The request's last act: nothing can touch its pages any more."""
+        self._slots.take_back(req)
+        self.kv.release(req)
+        self._ended.take(req)
+        del self._reqs[req.room]
+        if self._rooms_by_rid.get((req.router, req.rid)) == req.room:
+            del self._rooms_by_rid[req.router, req.rid]
+        self._tombstones.add(req.room, stone, self._now)
+
+    # ------------------------------------------------------------ tokens, reports
+
+    def _emit(
+        self, req: R, token: int, logprob: TokenLogprob | None, *, repeat: bool = False
+    ) -> None:
+        """Send the newest output token, with its finish reason, to the request's router."""
+        output = TokenOutput(
+            room=req.room,
+            index=len(req.output_ids) - 1,
+            token_ids=[token],
+            logprobs=None if logprob is None else [logprob],
+            finish=None if repeat else req.stop_reason(),
+        )
+        self._outbox.tokens(req.router, output)
+        if not repeat:
+            self.ledger.token(req, self._now)
+
+    def _mark(self, req: R, stage: str) -> None:
+        self.ledger.mark(req, stage, self._now)
+
+    def stats(self) -> NodeStats:
+        """A snapshot of this node's load."""
+        state = NodeState.READY if self._pause is None else NodeState.PAUSED
+        return NodeStats(
+            state=NodeState.DRAINING if self._draining else state,
+            queues={state.name.lower(): len(queue) for state, queue in self.queues.items()},
+            running=len(self.running_batch),
+            num_pages=self.kv.num_pages,
+            free_pages=self.kv.num_free,
+            quarantined_pages=self.kv.num_quarantined,
+            queued_tokens=self._queued_tokens(),
+            counters=dict(self.counters),
+        )
+
+    def _queued_tokens(self) -> int:
+        return sum(req.num_tokens for req in self._reqs.values())
+
+    @final
+    def take_report(self) -> Report:
+        """Statistics now, and all samples and ends since the last call."""
+        return self.ledger.take(self.stats())
+
+    # ------------------------------------------------------------ invariants
+
+    def check_invariants(self) -> None:
+        """Raise unless every request, page and slot is in exactly one place."""
+        queued = [req for queue in self.queues.values() for req in queue]
+        if sorted(r.room for r in queued) != sorted(self._reqs):
+            raise IllegalTransition("queues and the table of requests differ")
+        for state, queue in self.queues.items():
+            members = list(queue)
+            if any(req.queue is not queue for req in members):
+                raise IllegalTransition(f"a request in {state.name} names another queue")
+            if members != sorted(members, key=lambda req: req.rank):
+                raise IllegalTransition(f"{state.name} is out of order")
+        self.kv.check(self._reqs.values())
+        self._slots.check(queued)
+        ended = [room for room in self._reqs if room in self._tombstones]
+        if ended:
+            raise IllegalTransition(f"rooms {ended} live beside their tombstones")
+
+
+def rooms(reqs: Iterable[Req]) -> list[Room]:
+    """The rooms of some requests, in their order."""
+    return [req.room for req in reqs]

@@ -1,0 +1,21 @@
+"""Whether decode may take a request's pages now: pure decisions over plain numbers."""
+
+from collections.abc import Iterable
+
+
+def reserve(pages_to_grow: Iterable[int], per_request: int) -> int:
+    """Pages to keep free for requests that are already active.
+
+    `pages_to_grow`: for each, the pages it may still ask for until its `max_tokens`. Each is given
+    up to `per_request`, so that running requests seldom have to be retracted for a new one.
+    """
+    return sum(min(per_request, pages) for pages in pages_to_grow)
+
+
+def fits(need: int, free: int, reserved: int, *, alone: bool) -> bool:
+    """Whether a request that needs `need` pages now may be admitted.
+
+    `alone`: no other request is active, so nobody's growth has to be guarded; every request was
+    checked at arrival to fit an empty pool, which is why the oldest always gets its turn.
+    """
+    return need + (0 if alone else reserved) <= free

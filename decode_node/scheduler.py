@@ -1,0 +1,339 @@
+"""The decode node's scheduler: KV pages in, tokens out.
+
+    Generate ─▶ prealloc ─(link, pages)─▶ transfer ─(all chunks)─▶ waiting ─(slot)─▶ running ─▶ end
+                   │                         │  └─▶ aborting ─▶ end   │                │
+                   └────── end ◀─────────────┴────────────────────────┴── retracted ◀──┘
+
+* Pages are taken with a reserve for what already runs; `Destination` then names them to prefill.
+* From that moment until the room's last chunk has landed, prefill may write into them. A request
+  stopped in between goes through ABORTING and leaves it on prefill's word (`Drained`, `RoomFailed`,
+  `RoomFinished`). If prefill goes silent there is no word: the pages go into quarantine until its
+  lease has certainly run out.
+* Retraction is per request: `_retract(req)`. There is no retraction of a batch, so an empty batch
+  has nothing that could be retracted. Under memory pressure the youngest goes first, never the
+  oldest.
+* The first token is repeated to the router as soon as everything has landed: from then on
+  prefill's death does not matter.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import assert_never, cast
+
+import msgspec
+
+from common.lifecycle import DECODE_EDGES, State
+from common.messages import (
+    Cancel,
+    ChunkLanded,
+    Destination,
+    Drained,
+    FailureKind,
+    Generate,
+    Incarnation,
+    PeerRefused,
+    PeerWelcome,
+    Ping,
+    Room,
+    RoomFailed,
+    RoomFinished,
+    RoomUnknown,
+    Sync,
+    ToDecode,
+    ToPrefill,
+    decode_notification,
+)
+from common.plan import Notified, PeerAdded, Row, Sample, SlotInit, WriteDone, WriteFailed
+from common.scheduler import Scheduler, SchedulerSettings, rooms
+from common.tombstones import Ending, Tombstone
+from decode_node.admission import fits, reserve
+from decode_node.peers import PrefillLinks
+from decode_node.request import DecodeReq
+from transfer.handshake import mismatch
+
+QUARANTINE_GRACE_S = 1.0
+
+
+class DecodeScheduler(Scheduler[DecodeReq]):
+    """Scheduler subclass for `DisaggregationMode.DECODE`."""
+
+    def __init__(self, settings: SchedulerSettings, reserve_pages: int = 8) -> None:
+        super().__init__(settings, DECODE_EDGES)
+        self.prealloc_queue = self.queues[State.PREALLOC]
+        self.transfer_queue = self.queues[State.TRANSFER]
+        self.waiting_queue = self.queues[State.WAITING]
+        self.running_queue = self.queues[State.RUNNING]
+        self.aborting_queue = self.queues[State.ABORTING]
+        self.links = PrefillLinks(self._outbox)
+        self._reserve_pages = reserve_pages
+
+    @property
+    def running_batch(self) -> Collection[DecodeReq]:
+        return self.running_queue.snapshot()
+
+    # ------------------------------------------------------------ new requests
+
+    def _new_request(self, generate: Generate, router: Incarnation) -> DecodeReq:
+        return DecodeReq(
+            **DecodeReq.fields_of(generate, router, self._now),
+            prefill=generate.prefill_incarnation,
+            prefill_address=generate.prefill_address,
+        )
+
+    def _pages_needed(self, req: DecodeReq) -> int:
+        return self.kv.pages_for(req.max_kv_tokens)
+
+    def _accept(self, req: DecodeReq) -> None:
+        self.prealloc_queue.take(req)
+
+    def _advance(self) -> None:
+        """Dial, take pages, name them to prefill. Nothing computed before a pause may survive it,
+        so under a pause that empties the node no pages are taken."""
+        emptied = self._pause is not None and self._pause.empties_node
+        blocked = emptied
+        for req in self.prealloc_queue.snapshot():
+            if self.links.want(req.prefill, req.prefill_address) and not blocked:
+                blocked = not self._preallocate(req)
+        self._sync_links()
+
+    def _preallocate(self, req: DecodeReq) -> bool:
+        active = (*self.running_queue, *self.waiting_queue, *self.transfer_queue)
+        growing = [self._pages_needed(r) - len(r.pages) for r in active]
+        need = self.kv.pages_for(req.num_tokens)
+        growing.append(self._pages_needed(req) - need)
+        reserved = reserve(growing, self._reserve_pages)
+        if not fits(need, self.kv.num_free, reserved, alone=not active):
+            return False
+        pages = self.kv.grow(req, req.num_tokens)
+        assert pages is not None
+        self.transfer_queue.take(req)
+        req.deadline = self._now + self.settings.transfer_timeout_s
+        self._mark(req, "queue")
+        self._send_destination(req)
+        return True
+
+    def _send_destination(self, req: DecodeReq) -> None:
+        destination = Destination(
+            room=req.room, pages=list(req.pages), weight_version=self.settings.weight_version
+        )
+        self._outbox.to_peer(req.prefill, destination)
+
+    def _sync_links(self) -> None:
+        for peer in self.links.due_for_sync(self._now, self.settings.sync_s):
+            open_rooms = rooms(r for r in self.transfer_queue if r.prefill == peer)
+            cancelling = rooms(r for r in self.aborting_queue if r.prefill == peer)
+            cancelling += self.kv.quarantined_rooms(peer)
+            pending = rooms(r for r in self.prealloc_queue if r.prefill == peer)
+            if open_rooms or cancelling or pending:
+                sync = Sync(open=open_rooms, cancelling=cancelling, pending=pending)
+                self._outbox.to_peer(peer, sync)
+
+    # ------------------------------------------------------------ messages from prefill
+
+    def _on_peer_message(self, peer: Incarnation, body: ToPrefill | ToDecode) -> None:
+        message = cast(ToDecode, body)
+        match message:
+            case PeerWelcome(fingerprint=fingerprint):
+                problem = mismatch(self.settings.fingerprint, fingerprint)
+                if problem is not None:
+                    self._on_peer_lost(peer, problem)
+                elif not self.links.on_welcome(peer):
+                    self.counters["stale_messages"] += 1
+            case PeerRefused(reason=reason):
+                self._on_peer_lost(peer, reason)
+            case Ping(_, paused):
+                pause_s = self.links.on_ping(peer, paused, self._now)
+                for req in self.transfer_queue:
+                    req.deadline += pause_s if req.prefill == peer else 0.0
+            case RoomUnknown(room):
+                unknown = self._room_of(room, peer)
+                if unknown is not None and unknown in self.transfer_queue:
+                    self._send_destination(unknown)
+            case RoomFinished(room):
+                self._on_room_over(room, peer, None, ())
+            case RoomFailed(room=room, kind=kind, message=why, landed=landed):
+                self._on_room_over(room, peer, (kind, why), landed)
+            case Drained(room=room, landed=landed):
+                given_up = (FailureKind.TRANSFER, "prefill gave the room up")
+                self._on_room_over(room, peer, given_up, landed)
+            case _:
+                assert_never(message)
+
+    def _room_of(self, room: Room, peer: Incarnation) -> DecodeReq | None:
+        req = self._reqs.get(room)
+        return req if req is not None and req.prefill == peer else None
+
+    def _on_room_over(
+        self,
+        room: Room,
+        peer: Incarnation,
+        failure: tuple[FailureKind, str] | None,
+        landed: Iterable[int],
+    ) -> None:
+        """Prefill's word that it will not touch this room's pages any more."""
+        req = self._room_of(room, peer)
+        if req is None:
+            if self.kv.end_quarantine(room):
+                self._tombstones.with_landed(room, landed)
+            return
+        if req in self.aborting_queue:
+            self._retire(req, Tombstone(Ending.FAILED, frozenset(landed)))
+        elif req in self.transfer_queue and failure is not None:
+            req.landed.update(landed)
+            req.drained = True
+            self._fail(req, *failure)
+        elif req in self.transfer_queue:
+            self.ledger.ended(req, "finished by its first token")
+            self._retire(req, Tombstone(Ending.DONE, frozenset(req.landed)))
+
+    def _on_peer_lost(self, peer: Incarnation, why: str) -> None:
+        """Nothing more will be heard on this link: what waits on it fails, pages are set aside."""
+        if not self.links.remove(peer):
+            return
+        self.counters["peers_lost"] += 1
+        for req in (*self.prealloc_queue.snapshot(), *self.transfer_queue.snapshot()):
+            if req.prefill == peer:
+                self._fail(req, FailureKind.PEER_LOST, why)
+        for req in self.aborting_queue.snapshot():
+            if req.prefill == peer:
+                self._set_aside(req)
+
+    def _set_aside(self, req: DecodeReq) -> None:
+        settings = self.settings
+        lease = settings.lease_s + settings.longest_post_s + QUARANTINE_GRACE_S
+        self.kv.quarantine(req, req.prefill, self._now + lease)
+        self._retire(req, Tombstone(Ending.FAILED, message="prefill went silent"))
+
+    # ------------------------------------------------------------ what lands
+
+    def _on_transfer_event(self, event: PeerAdded | WriteDone | WriteFailed | Notified) -> None:
+        if isinstance(event, Notified):
+            self._on_notified(event.payload)
+        else:
+            self.counters["stale_messages"] += 1
+
+    def _on_notified(self, payload: bytes) -> None:
+        try:
+            chunk = decode_notification(payload)
+        except msgspec.DecodeError:
+            self.counters["garbage_notifications"] += 1
+            return
+        if chunk.target != self.settings.incarnation:
+            self.counters["stale_messages"] += 1
+            return
+        req = self._room_of(chunk.room, chunk.source)
+        if req is not None and req in self.aborting_queue:
+            return
+        stone = self._tombstones.get(chunk.room)
+        if req is not None and req in self.transfer_queue:
+            self._on_chunk(req, chunk)
+        elif stone is None or chunk.chunk not in stone.landed:
+            self._on_stray_write(chunk)
+
+    def _on_chunk(self, req: DecodeReq, chunk: ChunkLanded) -> None:
+        if chunk.weight_version != self.settings.weight_version:
+            self._fail(req, FailureKind.TRANSFER, "the weights changed in mid-transfer")
+            return
+        req.landed.add(chunk.chunk)
+        req.first_token = chunk.last or req.first_token
+        first = req.first_token
+        if first is None or len(req.landed) < first.total_chunks:
+            return
+        self.waiting_queue.take(req)
+        self._mark(req, "transfer")
+        req.output_ids.append(first.token_id)
+        self._emit(req, first.token_id, first.logprob, repeat=True)
+
+    def _on_stray_write(self, chunk: ChunkLanded) -> None:
+        """A write came after its room's end, into pages that may have new owners: retract them."""
+        self.counters["stray_writes"] += 1
+        touched = frozenset(chunk.pages)
+        for req in self.unfinished():
+            if not touched.isdisjoint(req.pages):
+                self._retract(req)
+
+    # ------------------------------------------------------------ steps
+
+    def _select(self) -> list[tuple[DecodeReq, Row]]:
+        while self._slots.any_free and (req := self.waiting_queue.oldest) is not None:
+            self._slots.give(req)
+            self.running_queue.take(req)
+            req.unsent_pages = list(req.pages)
+            self._mark(req, "waiting")
+        ready = [req for req in self.running_queue.snapshot() if self._make_room(req)]
+        return [(req, self._row(req)) for req in ready if req in self.running_queue]
+
+    def _make_room(self, req: DecodeReq) -> bool:
+        """A page for the next token's KV, retracting the youngest if need be; False: not now."""
+        while req in self.running_queue:
+            pages = self.kv.grow(req, req.num_tokens)
+            if pages is not None:
+                req.unsent_pages += pages
+                return True
+            victim = self._victim()
+            if victim is None:
+                return False
+            self._retract(victim)
+        return False
+
+    def _victim(self) -> DecodeReq | None:
+        """The youngest that holds pages, but never the oldest of all.
+
+        One whose pages are still being written gives nothing back at once, so such a one is asked
+        only when nobody else is left, and one at a time.
+        """
+        running, waiting = self.running_queue.youngest, self.waiting_queue.youngest
+        if len(self.running_queue) + len(self.waiting_queue) > 1:
+            return max(filter(None, (running, waiting)), key=lambda req: req.rank)
+        if self.aborting_queue or self.transfer_queue.youngest is None:
+            return None
+        return self.transfer_queue.youngest
+
+    def _row(self, req: DecodeReq) -> Row:
+        assert req.slot is not None
+        init = None
+        if not req.started:
+            init = SlotInit(req.sampling, req.prompt_ids, tuple(req.output_ids))
+            req.started = True
+        new_pages, req.unsent_pages = tuple(req.unsent_pages), []
+        return Row(
+            slot=req.slot,
+            start=req.num_tokens - 1,
+            token_ids=(req.output_ids[-1],),
+            new_pages=new_pages,
+            sample_index=len(req.output_ids),
+            init=init,
+        )
+
+    def _on_computed(self, req: DecodeReq, sample: Sample | None) -> None:
+        assert sample is not None
+        req.output_ids.append(sample.token_id)
+        self._emit(req, sample.token_id, sample.logprob)
+        if req.stop_reason() is not None:
+            self.ledger.ended(req, "finished")
+            self._retire(req, Tombstone(Ending.DONE, frozenset(req.landed)))
+
+    # ------------------------------------------------------------ ends
+
+    def _retractable(self) -> Iterable[DecodeReq]:
+        return (*self.running_queue, *self.waiting_queue, *self.transfer_queue)
+
+    def _let_go(self, req: DecodeReq, kind: FailureKind, message: str) -> None:
+        if req.drained or req not in self.transfer_queue:
+            self._retire(req, Tombstone(Ending.FAILED, frozenset(req.landed), kind, message))
+        elif self.links.ready(req.prefill):
+            self.aborting_queue.take(req)
+            self._outbox.to_peer(req.prefill, Cancel(req.room))
+        else:
+            self._set_aside(req)
+
+    def _expire(self) -> None:
+        self.kv.expire_quarantine(self._now)
+        for req in self.transfer_queue.snapshot():
+            if req.deadline <= self._now and not self.links.paused(req.prefill):
+                self._fail(req, FailureKind.TRANSFER, "the KV did not arrive in time")
+
+    def check_invariants(self) -> None:
+        super().check_invariants()
+        for req in self.running_queue:
+            if req.slot is None or len(req.pages) < self.kv.pages_for(req.num_tokens - 1):
+                raise AssertionError(f"{req.rid} runs without a slot or without its pages")

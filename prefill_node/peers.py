@@ -1,0 +1,84 @@
+"""The decode nodes that a prefill node may write to, and until when."""
+
+from dataclasses import dataclass, field
+
+from common.messages import (
+    Fingerprint,
+    Incarnation,
+    PeerHello,
+    PeerMemory,
+    PeerRefused,
+    PeerWelcome,
+)
+from common.outbox import Outbox
+from common.plan import AddPeer, RemovePeer, RenewLease
+from transfer.handshake import memory_problem, mismatch
+
+
+@dataclass(slots=True)
+class DecodeLink:
+    memory: PeerMemory
+    ready: bool = False
+    lease_until: float = field(default=0.0)
+
+
+class DecodeLinks:
+    """Handshakes, leases and the set of linked decode incarnations.
+
+    A link's lease runs from the moment this node *sent* the ping that decode last heard, so it ends
+    here before decode, which counts from its own later answer, takes its pages back.
+    """
+
+    def __init__(self, fingerprint: Fingerprint, page_bytes: int, outbox: Outbox) -> None:
+        self._fingerprint = fingerprint
+        self._page_bytes = page_bytes
+        self._outbox = outbox
+        self._links: dict[Incarnation, DecodeLink] = {}
+
+    def on_hello(self, peer: Incarnation, hello: PeerHello) -> None:
+        """Answer a handshake; repeated ones are answered alike."""
+        problem = mismatch(self._fingerprint, hello.fingerprint) or memory_problem(
+            hello.memory, self._page_bytes
+        )
+        if problem is not None:
+            self._outbox.to_peer(peer, PeerRefused(reason=problem))
+            return
+        link = self._links.get(peer)
+        if link is None:
+            self._links[peer] = DecodeLink(hello.memory)
+            self._outbox.transfer(AddPeer(peer, hello.memory))
+        elif link.ready:
+            self._outbox.to_peer(peer, PeerWelcome(fingerprint=self._fingerprint))
+
+    def on_added(self, peer: Incarnation) -> None:
+        link = self._links.get(peer)
+        if link is not None:
+            link.ready = True
+            self._outbox.to_peer(peer, PeerWelcome(fingerprint=self._fingerprint))
+
+    def remove(self, peer: Incarnation) -> bool:
+        """Forget a link; says whether there was one.
+
+        The peer is not told here: if it lives, its next message is answered with `PeerRefused`. A
+        word sent now could reach the link that the peer is opening anew.
+        """
+        if self._links.pop(peer, None) is None:
+            return False
+        self._outbox.transfer(RemovePeer(peer))
+        self._outbox.hang_up(peer)
+        return True
+
+    def renew(self, peer: Incarnation, heard: float, lease_s: float) -> None:
+        """Decode has echoed the ping this node sent at `heard` (this node's clock)."""
+        link = self._links.get(peer)
+        if link is not None and heard + lease_s > link.lease_until:
+            link.lease_until = heard + lease_s
+            self._outbox.transfer(RenewLease(peer, link.lease_until))
+
+    def ready(self, peer: Incarnation) -> PeerMemory | None:
+        """The peer's memory if it may be written to."""
+        link = self._links.get(peer)
+        return link.memory if link is not None and link.ready else None
+
+    def __len__(self) -> int:
+        return len(self._links)

@@ -1,0 +1,394 @@
+"""The prefill node's scheduler: prompts in, KV pages written into decode's memory.
+
+    Generate ─▶ bootstrap ─(Destination)─▶ waiting ─(pages, slot)─▶ prefilling ─▶ inflight ─▶ end
+                   │                          │                        │             │
+                   └─────── end ◀─────────────┘                        └▶ aborting ◀─┘ ─▶ end
+
+* `Destination` and `Generate` come in either order; one whose twin never comes expires.
+* All pages of a prompt are taken at once, at admission: no request holds some and waits for more.
+* After each chunk its complete pages are posted as one write; the last write carries the first
+  token, which also goes straight to the router.
+* A page is freed only when no posted write reads it: `posted` holds the chunks under way, and a
+  stopped request with any of them stays in ABORTING until the last one's event.
+* Decode is told the end of a room only then: `RoomFailed` or `Drained` always mean that nothing
+  will touch decode's pages any more.
+"""
+
+from collections.abc import Iterable
+from typing import assert_never, cast
+
+from common.lifecycle import PREFILL_EDGES, State
+from common.messages import (
+    Cancel,
+    ChunkLanded,
+    Destination,
+    Drained,
+    FailureKind,
+    FirstToken,
+    Generate,
+    Incarnation,
+    PeerBye,
+    PeerHello,
+    PeerRefused,
+    Pong,
+    Room,
+    RoomFailed,
+    RoomFinished,
+    RoomUnknown,
+    Sync,
+    ToDecode,
+    ToPrefill,
+    encode,
+)
+from common.plan import (
+    Notified,
+    PeerAdded,
+    Row,
+    Sample,
+    SlotInit,
+    Write,
+    WriteDone,
+    WriteFailed,
+)
+from common.scheduler import Scheduler, SchedulerSettings
+from common.tombstones import Ending, Tombstone
+from prefill_node.admission import split_budget
+from prefill_node.peers import DecodeLinks
+from prefill_node.request import EarlyDestination, PrefillReq
+from transfer.handshake import page_ids_problem
+
+
+class PrefillScheduler(Scheduler[PrefillReq]):
+    """Scheduler subclass for `DisaggregationMode.PREFILL`."""
+
+    def __init__(self, settings: SchedulerSettings, page_bytes: int) -> None:
+        super().__init__(settings, PREFILL_EDGES)
+        self.bootstrap_queue = self.queues[State.BOOTSTRAP]
+        self.waiting_queue = self.queues[State.WAITING]
+        self.prefilling = self.queues[State.PREFILLING]
+        self.inflight_queue = self.queues[State.INFLIGHT]
+        self.aborting_queue = self.queues[State.ABORTING]
+        self.links = DecodeLinks(settings.fingerprint, page_bytes, self._outbox)
+        self._early: dict[Room, EarlyDestination] = {}
+        self._chunk_of: dict[Room, int] = {}
+
+    # ------------------------------------------------------------ new requests
+
+    def _new_request(self, generate: Generate, router: Incarnation) -> PrefillReq:
+        fields = PrefillReq.fields_of(generate, router, self._now)
+        return PrefillReq(**fields, twin_deadline=self._now + self.settings.twin_timeout_s)
+
+    def _pages_needed(self, req: PrefillReq) -> int:
+        return self.kv.pages_for(req.num_tokens)
+
+    def _accept(self, req: PrefillReq) -> None:
+        self.bootstrap_queue.take(req)
+        early = self._early.pop(req.room, None)
+        if early is not None:
+            self._bind(req, early.peer, early.destination)
+
+    def _bind(self, req: PrefillReq, peer: Incarnation, destination: Destination) -> None:
+        """The request's twin messages have met."""
+        req.peer, req.destination = peer, destination
+        problem = self._destination_problem(req, destination)
+        if problem is not None:
+            self._fail(req, FailureKind.TRANSFER, problem)
+            return
+        req.pages_written = destination.first_page
+        self.waiting_queue.take(req)
+        self._mark(req, "bootstrap")
+
+    def _destination_problem(self, req: PrefillReq, destination: Destination) -> str | None:
+        if destination.weight_version != self.settings.weight_version:
+            return (
+                f"weight version is {self.settings.weight_version!r} here, "
+                f"{destination.weight_version!r} on decode"
+            )
+        memory = self.links.ready(req.peer)
+        if memory is None:
+            return "the link to decode is gone"
+        total = self.kv.pages_for(req.num_tokens)
+        if not 0 <= destination.first_page < total:
+            return f"first page {destination.first_page} of {total}"
+        if len(destination.pages) != total - destination.first_page:
+            return f"{len(destination.pages)} pages for {total - destination.first_page}"
+        return page_ids_problem(destination.pages, memory.num_pages)
+
+    # ------------------------------------------------------------ messages from decode
+
+    def _on_peer_message(self, peer: Incarnation, body: ToPrefill | ToDecode) -> None:
+        message = cast(ToPrefill, body)
+        match message:
+            case PeerHello():
+                self.links.on_hello(peer, message)
+            case Pong():
+                self.links.renew(peer, min(message.heard, self._now), message.lease_s)
+            case PeerBye():
+                self._on_peer_lost(peer, "decode said goodbye")
+            case Destination():
+                self._on_destination(peer, message)
+            case Cancel(room):
+                self._on_cancel(peer, room)
+            case Sync():
+                self._on_sync(peer, message)
+            case _:
+                assert_never(message)
+
+    def _on_destination(self, peer: Incarnation, destination: Destination) -> None:
+        if self.links.ready(peer) is None:
+            self.counters["stale_messages"] += 1
+            self._outbox.to_peer(peer, PeerRefused(reason="not linked: shake hands again"))
+            return
+        self.links.renew(peer, min(destination.heard, self._now), destination.lease_s)
+        room = destination.room
+        req = self._reqs.get(room)
+        if req is not None:
+            if req in self.bootstrap_queue:
+                self._bind(req, peer, destination)
+        elif room in self._tombstones:
+            self._repeat_ending(peer, room)
+        elif room not in self._early:
+            deadline = self._now + self.settings.twin_timeout_s
+            self._early[room] = EarlyDestination(peer, destination, deadline)
+
+    def _on_cancel(self, peer: Incarnation, room: Room) -> None:
+        """Answer `Drained` as soon as no write into the room's pages is or can be posted."""
+        self._early.pop(room, None)
+        req = self._reqs.get(room)
+        if req is None:
+            stone = self._tombstones.get(room)
+            if stone is None:
+                stone = Tombstone(Ending.FAILED, message="cancelled by decode")
+                self._tombstones.add(room, stone, self._now)
+            self._outbox.to_peer(peer, Drained(room=room, landed=sorted(stone.landed)))
+            return
+        if req.peer not in ("", peer):
+            self.counters["stale_messages"] += 1
+            return
+        req.peer = peer
+        req.cancelled = True
+        self._stop(req, None, FailureKind.REFUSED, "cancelled by decode")
+
+    def _on_sync(self, peer: Incarnation, sync: Sync) -> None:
+        """Level-triggered repair: whatever message was lost, say again what decode needs."""
+        if self.links.ready(peer) is None:
+            self._outbox.to_peer(peer, PeerRefused(reason="not linked: shake hands again"))
+            return
+        for room in sync.cancelling:
+            self._on_cancel(peer, room)
+        for room in sync.open:
+            req = self._reqs.get(room)
+            if room in self._tombstones:
+                self._repeat_ending(peer, room)
+            elif req in self.bootstrap_queue or (req is None and room not in self._early):
+                self._outbox.to_peer(peer, RoomUnknown(room))
+        for room in sync.pending:
+            waiting = self._reqs.get(room)
+            if waiting is not None:
+                waiting.twin_deadline = self._now + self.settings.twin_timeout_s
+
+    def _repeat_ending(self, peer: Incarnation, room: Room) -> None:
+        stone = self._tombstones.get(room)
+        assert stone is not None
+        match stone.ending:
+            case Ending.DONE:
+                pass
+            case Ending.FIRST_TOKEN:
+                self._outbox.to_peer(peer, RoomFinished(room))
+            case Ending.FAILED:
+                landed = sorted(stone.landed)
+                failed = RoomFailed(
+                    room=room, kind=stone.kind, message=stone.message, landed=landed
+                )
+                self._outbox.to_peer(peer, failed)
+            case _:
+                assert_never(stone.ending)
+
+    def _on_transfer_event(self, event: PeerAdded | WriteDone | WriteFailed | Notified) -> None:
+        match event:
+            case PeerAdded(peer):
+                self.links.on_added(peer)
+            case WriteDone(room, chunk):
+                self._on_write_ended(room, chunk, None)
+            case WriteFailed(room, chunk, error):
+                self.counters["failed_writes"] += 1
+                self._on_write_ended(room, chunk, error)
+            case Notified():
+                self.counters["stale_messages"] += 1
+            case _:
+                assert_never(event)
+
+    def _on_peer_lost(self, peer: Incarnation, why: str) -> None:
+        """Requests bound for the peer fail; their posted writes end on their own."""
+        if not self.links.remove(peer):
+            return
+        self.counters["peers_lost"] += 1
+        for room in [r for r, early in self._early.items() if early.peer == peer]:
+            del self._early[room]
+        for req in self.unfinished():
+            if req.peer == peer:
+                self._fail(req, FailureKind.PEER_LOST, why)
+
+    # ------------------------------------------------------------ steps
+
+    def _advance(self) -> None:
+        """Nothing moves without a forward pass: pages are taken when a prompt is selected."""
+
+    def _select(self) -> list[tuple[PrefillReq, Row]]:
+        self._admit()
+        reqs = self.prefilling.snapshot()
+        remaining = [req.num_tokens - req.num_computed for req in reqs]
+        shares = split_budget(remaining, self.settings.chunk_size)
+        rows = []
+        for req, share in zip(reqs, shares, strict=True):
+            if share:
+                rows.append((req, self._row(req, share)))
+        return rows
+
+    def _admit(self) -> None:
+        """Oldest first; one that does not fit holds back those behind it: it cannot starve."""
+        while (req := self.waiting_queue.oldest) is not None:
+            if not self._slots.any_free or self.kv.grow(req, req.num_tokens) is None:
+                return
+            self._slots.give(req)
+            self.prefilling.take(req)
+            self._mark(req, "queue")
+
+    def _row(self, req: PrefillReq, share: int) -> Row:
+        first = req.num_computed == 0
+        end = req.num_computed + share
+        self._chunk_of[req.room] = share
+        assert req.slot is not None
+        return Row(
+            slot=req.slot,
+            start=req.num_computed,
+            token_ids=req.context()[req.num_computed : end],
+            new_pages=tuple(req.pages) if first else (),
+            sample_index=len(req.output_ids) if end == req.num_tokens else None,
+            init=SlotInit(req.sampling, req.prompt_ids, tuple(req.output_ids)) if first else None,
+        )
+
+    def _on_computed(self, req: PrefillReq, sample: Sample | None) -> None:
+        req.num_computed += self._chunk_of.pop(req.room)
+        if sample is None:
+            self._post(req, req.num_computed // self.settings.page_size, None)
+            return
+        self._mark(req, "prefill")
+        num_pages = self.kv.pages_for(req.num_tokens)
+        req.output_ids.append(sample.token_id)
+        req.finished = req.stop_reason()
+        self._emit(req, sample.token_id, sample.logprob)
+        self._slots.take_back(req)
+        self.inflight_queue.take(req)
+        if req.finished is None:
+            last = FirstToken(
+                total_chunks=req.num_chunks + 1, token_id=sample.token_id, logprob=sample.logprob
+            )
+            self._post(req, num_pages, last)
+        self._end_if_drained(req)
+
+    # ------------------------------------------------------------ writes
+
+    def _post(self, req: PrefillReq, upto_page: int, last: FirstToken | None) -> None:
+        """Write the pages completed since the last write."""
+        if upto_page <= req.pages_written:
+            return
+        destination = req.destination
+        assert destination is not None
+        first = destination.first_page
+        targets = tuple(destination.pages[req.pages_written - first : upto_page - first])
+        landed = ChunkLanded(
+            room=req.room,
+            chunk=req.num_chunks,
+            source=self.settings.incarnation,
+            target=req.peer,
+            pages=list(targets),
+            weight_version=self.settings.weight_version,
+            last=last,
+        )
+        sources = tuple(req.pages[req.pages_written : upto_page])
+        write = Write(req.room, req.num_chunks, req.peer, sources, targets, encode(landed))
+        self._outbox.transfer(write)
+        req.posted.add(req.num_chunks)
+        req.num_chunks += 1
+        req.pages_written = upto_page
+
+    def _on_write_ended(self, room: Room, chunk: int, error: str | None) -> None:
+        req = self._reqs.get(room)
+        if req is None or chunk not in req.posted:
+            self.counters["unexpected_transfer_events"] += 1
+            return
+        req.posted.discard(chunk)
+        if error is None:
+            req.landed.append(chunk)
+        elif req not in self.aborting_queue:
+            self._fail(req, FailureKind.TRANSFER, error)
+            return
+        self._end_if_drained(req)
+
+    def _end_if_drained(self, req: PrefillReq) -> None:
+        """The one exit of requests whose pages were posted."""
+        if req.posted:
+            return
+        if req in self.aborting_queue:
+            self._retire_failed(req)
+            return
+        if req not in self.inflight_queue:
+            return
+        if req.finished is not None:
+            self._outbox.to_peer(req.peer, RoomFinished(req.room))
+        self._mark(req, "transfer")
+        self.ledger.ended(req, "finished" if req.finished is not None else "handed over")
+        ending = Ending.DONE if req.finished is None else Ending.FIRST_TOKEN
+        self._retire(req, Tombstone(ending, frozenset(req.landed)))
+
+    # ------------------------------------------------------------ ends
+
+    def _retractable(self) -> Iterable[PrefillReq]:
+        return (*self.prefilling, *self.inflight_queue)
+
+    def _let_go(self, req: PrefillReq, kind: FailureKind, message: str) -> None:
+        req.failure = (kind, message)
+        if req.posted:
+            self.aborting_queue.take(req)
+        else:
+            self._retire_failed(req)
+
+    def _retire_failed(self, req: PrefillReq) -> None:
+        assert req.failure is not None
+        kind, message = req.failure
+        landed = sorted(req.landed)
+        if req.cancelled:
+            self._outbox.to_peer(req.peer, Drained(room=req.room, landed=landed))
+        elif req.peer:
+            failed = RoomFailed(room=req.room, kind=kind, message=message, landed=landed)
+            self._outbox.to_peer(req.peer, failed)
+        stone = Tombstone(Ending.FAILED, frozenset(landed), kind, message)
+        self._retire(req, stone)
+
+    def _expire(self) -> None:
+        for room, early in list(self._early.items()):
+            if early.deadline <= self._now:
+                del self._early[room]
+                message = "no request came for this destination"
+                stone = Tombstone(Ending.FAILED, kind=FailureKind.EXPIRED, message=message)
+                self._tombstones.add(room, stone, self._now)
+                self._repeat_ending(early.peer, room)
+        for req in self.bootstrap_queue.snapshot():
+            if req.twin_deadline <= self._now:
+                self._fail(req, FailureKind.EXPIRED, "no destination came from decode")
+
+    def _queued_tokens(self) -> int:
+        waiting = (*self.bootstrap_queue, *self.waiting_queue, *self.prefilling)
+        return sum(req.num_tokens - req.num_computed for req in waiting)
+
+    def check_invariants(self) -> None:
+        super().check_invariants()
+        for req in self._reqs.values():
+            if req.posted and not req.pages:
+                raise AssertionError(f"{req.rid} has writes under way and no pages")
+            if req in self.aborting_queue and not req.posted:
+                raise AssertionError(f"{req.rid} waits for a write that is not posted")
+        both = self._early.keys() & self._reqs.keys()
+        if both:
+            raise AssertionError(f"destinations of {both} were not bound")

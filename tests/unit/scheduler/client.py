@@ -1,0 +1,189 @@
+"""A small model of the router for scheduler tests: dispatch, order, replay, one end for each."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from common.events import FromRouter
+from common.messages import (
+    Abort,
+    Aborted,
+    Failed,
+    FailureKind,
+    Generate,
+    Incarnation,
+    Retracted,
+    SamplingParams,
+    StopReason,
+    TokenOutput,
+    Tokens,
+    ToRouter,
+)
+from tests.unit.scheduler.model import Violation, reference
+
+if TYPE_CHECKING:
+    from tests.unit.scheduler.world import World
+
+
+@dataclass
+class Client:
+    rid: str
+    prompt: list[int]
+    max_tokens: int
+    stop: tuple[int, ...] = ()
+    accepted: float = 0.0
+    output: list[int] = field(default_factory=list)
+    attempt: int = 0
+    room: int = 0
+    pair: tuple[Incarnation, Incarnation] | None = None
+    """The nodes of the present attempt; None while it waits."""
+    end: str | None = None
+    ends: int = 0
+    replays: int = 0
+    aborted: bool = False
+
+    def expected(self) -> list[int]:
+        tokens = reference(self.prompt, self.max_tokens)
+        for index, token in enumerate(tokens):
+            if token in self.stop:
+                return tokens[: index + 1]
+        return tokens
+
+
+class ModelRouter:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.clients: list[Client] = []
+        self.by_room: dict[int, Client] = {}
+        self.pending: dict[Incarnation, list[ToRouter]] = defaultdict(list)
+
+    def submit(self, prompt: list[int], max_tokens: int, stop: tuple[int, ...] = ()) -> Client:
+        client = Client(f"r{len(self.clients)}", prompt, max_tokens, stop, self.world.now)
+        self.clients.append(client)
+        return client
+
+    def turn(self) -> None:
+        """Take in what has arrived, then dispatch whoever waits, oldest first."""
+        for node, bodies in list(self.pending.items()):
+            self.pending[node] = []
+            for body in bodies:
+                self._on_message(node, body)
+        for client in self.clients:
+            if client.end is None and client.pair is None:
+                self._dispatch(client)
+
+    def receive(self, node: Incarnation, body: ToRouter) -> None:
+        self.pending[node].append(body)
+
+    def forget_pending(self, node: Incarnation) -> None:
+        self.pending.pop(node, None)
+
+    def abort(self, client: Client) -> None:
+        client.aborted = True
+        self._end(client, "abort")
+
+    def on_node_lost(self, node: Incarnation) -> None:
+        self.pending.pop(node, None)
+        for client in self.clients:
+            if client.pair and node in client.pair and client.end is None:
+                self._replay(client)
+
+    def _dispatch(self, client: Client) -> None:
+        ready = [n for n in self.world.nodes if self.world.nodes[n].scheduler.paused is None]
+        prefills = [n for n in ready if n.startswith("p")]
+        decodes = [n for n in ready if n.startswith("d")]
+        if not prefills or not decodes:
+            return
+        pick = self.world.random.choice
+        client.pair = (pick(prefills), pick(decodes))
+        client.attempt += 1
+        client.room = self.world.random.getrandbits(62) + 1
+        self.by_room[client.room] = client
+        for node in client.pair:
+            self._send(node, self._generate(client))
+
+    def _generate(self, client: Client) -> Generate:
+        assert client.pair is not None
+        return Generate(
+            room=client.room,
+            rid=client.rid,
+            attempt=client.attempt,
+            prompt_ids=client.prompt,
+            output_ids=list(client.output),
+            sampling=SamplingParams(
+                max_tokens=client.max_tokens, seed=1, stop_token_ids=client.stop
+            ),
+            age_s=self.world.now - client.accepted,
+            prefill_address="tcp://side",
+            prefill_incarnation=client.pair[0],
+        )
+
+    def _send(self, node: Incarnation, body: Generate | Abort) -> None:
+        if node in self.world.nodes:
+            repeats = 2 if self.world.random.random() < self.world.repeat else 1
+            self.world.nodes[node].inbox.extend([FromRouter("router-1", body)] * repeats)
+
+    def _on_message(self, node: Incarnation, body: ToRouter) -> None:
+        match body:
+            case Tokens(outputs):
+                for output in outputs:
+                    self._on_tokens(node, output)
+            case Retracted(room) | Aborted(room):
+                client = self._current(room, node)
+                if client is not None:
+                    self._replay(client)
+            case Failed(room=room, kind=kind):
+                client = self._current(room, node)
+                if client is not None and kind in (FailureKind.INVALID, FailureKind.TOO_LARGE):
+                    self._end(client, kind)
+                elif client is not None:
+                    self._replay(client)
+            case _:
+                raise Violation(f"unexpected {body}")
+
+    def _current(self, room: int, node: Incarnation) -> Client | None:
+        client = self.by_room.get(room)
+        if client is None or client.end or client.room != room or client.pair is None:
+            return None
+        return client if node in client.pair else None
+
+    def _on_tokens(self, node: Incarnation, output: TokenOutput) -> None:
+        client = self._current(output.room, node)
+        if client is None or output.index < len(client.output):
+            return
+        if output.index > len(client.output):
+            raise Violation(f"{client.rid}: token {output.index} after {len(client.output)}")
+        client.output += output.token_ids
+        if output.finish is not None:
+            self._end(client, "stop" if output.finish is StopReason.STOP else "length")
+
+    def _replay(self, client: Client) -> None:
+        client.replays += 1
+        for node in client.pair or ():
+            self._send(node, Abort(client.room))
+        client.pair = None
+
+    def _end(self, client: Client, reason: str) -> None:
+        client.ends += 1
+        client.end = reason
+        for node in client.pair or ():
+            self._send(node, Abort(client.room))
+
+    def all_ended(self) -> bool:
+        return all(client.end is not None for client in self.clients)
+
+    def open_requests(self) -> list[str]:
+        return [f"{c.rid} {c.pair} #{c.attempt}" for c in self.clients if c.end is None]
+
+    def check(self) -> None:
+        """Every client was answered once, with the undisturbed tokens."""
+        for client in self.clients:
+            if client.ends != 1:
+                raise Violation(f"{client.rid} ended {client.ends} times")
+            expected = client.expected()
+            if client.aborted:
+                expected = expected[: len(client.output)]
+            if client.output != expected:
+                raise Violation(f"{client.rid}: {client.output} is not {expected}")

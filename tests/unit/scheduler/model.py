@@ -1,0 +1,95 @@
+"""Stand-ins for a node's body in scheduler tests: KV memory, a deterministic model, a fabric.
+
+KV content is modelled exactly: the KV of a position is a hash over all tokens up to it, computed
+from what the page table says the position before holds. A page that is freed too early, written
+late or read too soon therefore changes tokens, as it would in a real model.
+"""
+
+from dataclasses import dataclass, field
+
+from common.messages import Incarnation, Room
+from common.plan import Batch, BatchResult, Row, Sample, Write
+
+VOCAB = 97
+PAGE = 4
+_MODULUS = (1 << 61) - 1
+
+
+def advance(state: int, token: int) -> int:
+    return (state * 1_000_003 + token + 1) % _MODULUS
+
+
+def next_token(state: int) -> int:
+    return (state * 2_654_435_761 % _MODULUS) % VOCAB
+
+
+def reference(prompt: list[int], count: int) -> list[int]:
+    """What an undisturbed greedy run answers."""
+    state, output = 7, []
+    for token in prompt:
+        state = advance(state, token)
+    for _ in range(count):
+        output.append(next_token(state))
+        state = advance(state, output[-1])
+    return output
+
+
+class Violation(AssertionError):
+    """Something happened that the design excludes."""
+
+
+@dataclass
+class Memory:
+    """One node's pages: content of each position, or None."""
+
+    num_pages: int
+    cells: list[list[int | None]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cells = [[None] * PAGE for _ in range(self.num_pages)]
+
+
+class FakeRunner:
+    """Computes rows against `Memory` the way the real runner does against tensors."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.tables: dict[int, list[int]] = {}
+        self.fail_next = False
+
+    def run(self, batch: Batch) -> BatchResult:
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("planted engine failure")
+        if not batch.rows or len({row.slot for row in batch.rows}) != len(batch.rows):
+            raise Violation("an empty batch, or one slot twice")
+        return BatchResult(tuple(self._row(row) for row in batch.rows))
+
+    def _row(self, row: Row) -> Sample | None:
+        if row.init is not None:
+            self.tables[row.slot] = []
+        table = self.tables[row.slot]
+        table += row.new_pages
+        state = 7 if row.start == 0 else self._read(table, row.start - 1)
+        for offset, token in enumerate(row.token_ids):
+            state = advance(state, token)
+            position = row.start + offset
+            self.memory.cells[table[position // PAGE]][position % PAGE] = state
+        return None if row.sample_index is None else Sample(next_token(state))
+
+    def _read(self, table: list[int], position: int) -> int:
+        value = self.memory.cells[table[position // PAGE]][position % PAGE]
+        return -1 if value is None else value
+
+
+@dataclass
+class PostedWrite:
+    """A write under way: it lands (or fails) at some later time, its notification later still."""
+
+    source: Incarnation
+    write: Write
+    due: float
+
+    @property
+    def room(self) -> Room:
+        return self.write.room

@@ -1,0 +1,84 @@
+"""Any event in any order, with messages lost, repeated and late: nothing is lost or leaked."""
+
+import random
+
+import pytest
+
+from common.modes import PauseMode
+from tests.unit.scheduler.model import VOCAB
+from tests.unit.scheduler.world import World
+
+SEEDS = 150
+
+
+def disturb(world: World, chance: random.Random) -> None:
+    """One thing that can happen to a cluster."""
+    names = list(world.nodes)
+    name = chance.choice(names)
+    node = world.nodes[name]
+    match chance.randrange(14):
+        case 0 | 1 | 2 | 3:
+            prompt = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 40))]
+            stop = (chance.randrange(VOCAB),) if chance.random() < 0.3 else ()
+            world.router.submit(prompt, chance.choice([1, 1, 2, 8, 30]), stop)
+        case 4:
+            node.scheduler.pause_generation(chance.choice(list(PauseMode)))
+        case 5 | 6:
+            node.scheduler.continue_generation()
+        case 7:
+            live = [c for c in world.router.clients if c.end is None]
+            if live:
+                world.router.abort(chance.choice(live))
+        case 8:
+            node.scheduler.abort_requests()
+        case 9:
+            node.runner.fail_next = True
+        case 10 if chance.random() < 0.3:
+            world.kill(name)
+            _ = world.add_prefill() if name.startswith("p") else world.add_decode()
+        case 11 if chance.random() < 0.5:
+            node.frozen_until = world.now + chance.choice([0.5, 3.0, 9.0])
+        case 12 if chance.random() < 0.5:
+            world.break_router_link(name)
+        case _:
+            pass
+
+
+def run(seed: int, steps: int = 120) -> World:
+    chance = random.Random(seed)
+    world = World(
+        seed,
+        prefills=chance.randint(1, 2),
+        decodes=chance.randint(1, 2),
+        pages=chance.choice([20, 24, 40]),
+        loss=chance.choice([0.0, 0.05, 0.3]),
+        repeat=chance.choice([0.0, 0.2]),
+        reorder=chance.random() < 0.5,
+    )
+    for _ in range(steps):
+        if chance.random() < 0.5:
+            disturb(world, chance)
+        world.tick()
+    world.settle()
+    world.router.check()
+    return world
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_nothing_is_lost_or_leaked(seed: int) -> None:
+    run(seed)
+
+
+def test_the_fuzz_reaches_what_it_is_for() -> None:
+    """A fuzz that never retracts, strays or loses a peer would prove nothing."""
+    seen: dict[str, int] = {}
+    replays = 0
+    for seed in range(40):
+        world = run(seed)
+        replays += sum(client.replays for client in world.router.clients)
+        for node in world.nodes.values():
+            for name, count in node.scheduler.counters.items():
+                seen[name] = seen.get(name, 0) + count
+    assert replays > 50
+    for name in ("retractions", "peers_lost", "failed_writes", "failed_steps", "stale_messages"):
+        assert seen.get(name, 0) > 5, (name, seen)
