@@ -1,0 +1,1 @@
+"""The attention seam: one plan a step, one forward a layer."""

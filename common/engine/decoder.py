@@ -1,0 +1,199 @@
+"""The decoder that Llama, SmolLM2, Mistral, Qwen2 and Qwen3 share, written for inference.
+
+Query, key and value are one product and so are gate and up. Weights are plain tensors;
+`checkpoint_tensors` maps the names in a checkpoint onto (views of) them, so loading fills the
+fused weights in place.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from common.engine.attention.base import AttentionBackend, Metadata
+from common.engine.linear import Linear, LinearFactory
+from common.engine.rope import RopeFrequencies, RopeTable, rotate_
+from common.engine.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer; [out, in] matrices, biases None where the model has none."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
+    """[num_heads + num_kv_heads, head_dim]: the query norm's weight, then the key norm's."""
+    output: Tensor
+    output_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    head: Tensor
+    """The embedding itself if the model ties them."""
+
+    @classmethod
+    def empty(cls, spec: ModelSpec, dtype: torch.dtype) -> "Weights":
+        """Uninitialised tensors of the right shapes."""
+
+        def new(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype)
+
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        query = spec.num_heads * spec.head_dim
+        qk_heads = spec.num_heads + spec.num_kv_heads
+        fused = query + 2 * spec.num_kv_heads * spec.head_dim
+        embedding = new(spec.vocab_size, hidden)
+        layers = tuple(
+            LayerWeights(
+                input_norm=new(hidden),
+                qkv=new(fused, hidden),
+                qkv_bias=new(fused) if spec.qkv_bias else None,
+                qk_norm=new(qk_heads, spec.head_dim) if spec.qk_norm else None,
+                output=new(hidden, query),
+                output_bias=new(hidden) if spec.output_bias else None,
+                mlp_norm=new(hidden),
+                gate_up=new(2 * inner, hidden),
+                gate_up_bias=new(2 * inner) if spec.mlp_bias else None,
+                down=new(hidden, inner),
+                down_bias=new(hidden) if spec.mlp_bias else None,
+            )
+            for _ in range(spec.num_layers)
+        )
+        head = embedding if spec.tied_embeddings else new(spec.vocab_size, hidden)
+        return cls(embedding, layers, new(hidden), head)
+
+    def checkpoint_tensors(self, spec: ModelSpec) -> dict[str, Tensor]:
+        """Every name a checkpoint of this model must hold, with where its values go.
+
+        A query or key norm is one vector for all heads: its place is [heads, head_dim] here, and
+        the loader lets it broadcast.
+        """
+        places = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+        if not spec.tied_embeddings:
+            places["lm_head.weight"] = self.head
+        for number, layer in enumerate(self.layers):
+            for name, place in _layer_places(layer, spec).items():
+                places[f"model.layers.{number}.{name}"] = place
+        return places
+
+
+def _layer_places(layer: LayerWeights, spec: ModelSpec) -> dict[str, Tensor]:
+    query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    places = {
+        "input_layernorm.weight": layer.input_norm,
+        "post_attention_layernorm.weight": layer.mlp_norm,
+    }
+
+    def add(prefix: str, names: list[str], sizes: list[int], *parts: Tensor | None) -> None:
+        for suffix, fused in zip(("weight", "bias"), parts, strict=True):
+            if fused is not None:
+                for name, piece in zip(names, torch.split(fused, sizes), strict=True):
+                    places[f"{prefix}.{name}.{suffix}"] = piece
+
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    qkv = ["q_proj", "k_proj", "v_proj"]
+    add("self_attn", qkv, [query, kv, kv], layer.qkv, layer.qkv_bias)
+    add("self_attn", ["o_proj"], [hidden], layer.output, layer.output_bias)
+    add("mlp", ["gate_proj", "up_proj"], [inner, inner], layer.gate_up, layer.gate_up_bias)
+    add("mlp", ["down_proj"], [hidden], layer.down, layer.down_bias)
+    if layer.qk_norm is not None:
+        places["self_attn.q_norm.weight"] = layer.qk_norm[: spec.num_heads]
+        places["self_attn.k_norm.weight"] = layer.qk_norm[spec.num_heads :]
+    return places
+
+
+class Layer:
+    """One decoder layer over `LayerWeights` that hold their final values."""
+
+    def __init__(self, spec: ModelSpec, weights: LayerWeights, linears: LinearFactory) -> None:
+        self._heads = spec.num_heads
+        self._qk_heads = spec.num_heads + spec.num_kv_heads
+        self._head_dim = spec.head_dim
+        self._eps = spec.rms_norm_eps
+        self._input_norm = weights.input_norm
+        self._mlp_norm = weights.mlp_norm
+        self._qk_norm = weights.qk_norm
+        self._qkv = linears.make(weights.qkv, weights.qkv_bias)
+        self._output = linears.make(weights.output, weights.output_bias)
+        self._gate_up = linears.make(weights.gate_up, weights.gate_up_bias)
+        self._down = linears.make(weights.down, weights.down_bias)
+
+    def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated query [tokens, heads, head_dim] and key-value [tokens, 2 * kv heads, ...]."""
+        normed = functional.rms_norm(hidden, self._input_norm.shape, self._input_norm, self._eps)
+        qkv = self._qkv(normed).view(hidden.shape[0], -1, self._head_dim)
+        query_key = qkv[:, : self._qk_heads]
+        if self._qk_norm is not None:
+            normed = functional.rms_norm(query_key, (self._head_dim,), None, self._eps)
+            torch.mul(normed, self._qk_norm, out=query_key)
+        rotate_(query_key, cos, sin)
+        return qkv[:, : self._heads], qkv[:, self._heads :]
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Output projection, MLP and both residuals; `hidden` is updated in place."""
+        hidden += self._output(attended)
+        normed = functional.rms_norm(hidden, self._mlp_norm.shape, self._mlp_norm, self._eps)
+        gate, up = self._gate_up(normed).chunk(2, dim=-1)
+        hidden += self._down(functional.silu(gate).mul_(up))
+        return hidden
+
+
+class Decoder:
+    """Tokens to logits. Not thread-safe (its layers share scratch memory)."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, rope: RopeFrequencies, linears: LinearFactory
+    ) -> None:
+        self.spec = spec
+        self._embedding = weights.embedding
+        self._layers = [Layer(spec, layer, linears) for layer in weights.layers]
+        self._norm = weights.norm
+        self._head: Linear = linears.make(weights.head)
+        self._rope = rope
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embedding.dtype
+
+    def rope_table(self, length: int) -> RopeTable:
+        """Rotations of positions below `length`, for `forward`."""
+        return RopeTable(self._rope, length, self.dtype)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        attention: AttentionBackend[Metadata],
+        metadata: Metadata,
+        logit_rows: Tensor | None,
+    ) -> Tensor:
+        """One pass over `token_ids` [tokens]; gives [rows, vocab_size] logits.
+
+        `rotation` are (cos, sin) of each token's position. `logit_rows` [rows] int64 picks the
+        tokens whose logits are wanted; None wants all.
+        """
+        hidden = self._embedding.index_select(0, token_ids)
+        cos, sin = rotation
+        for number, layer in enumerate(self._layers):
+            query, kv = layer.project(hidden, cos, sin)
+            attended = attention.forward(number, query, kv, metadata)
+            hidden = layer.finish(hidden, attended)
+        if logit_rows is not None:
+            hidden = hidden.index_select(0, logit_rows)
+        return self._head(functional.rms_norm(hidden, self._norm.shape, self._norm, self._eps))
+
+    @property
+    def _eps(self) -> float:
+        return self.spec.rms_norm_eps

@@ -1,0 +1,177 @@
+"""From a name to a model in memory: resolve, read the config, fill the weights strictly."""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, GenerationConfig
+
+from common.engine.decoder import Decoder, Weights
+from common.engine.errors import ModelError, ModelNotFoundError, WeightsError
+from common.engine.linear import LinearFactory
+from common.engine.rope import frequencies
+from common.engine.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+DtypeName = Literal["auto", "float32", "bfloat16"]
+
+_INDEX = "model.safetensors.index.json"
+_WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_PROGRESS_EVERY_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    spec: ModelSpec
+    model: Decoder
+    digest: str
+    """Of the architecture and the weight files' names and sizes; equal on nodes that match."""
+    dtype: torch.dtype
+    """Of weights, activations and KV."""
+
+    @property
+    def dtype_name(self) -> str:
+        """`float32` or `bfloat16`, as fingerprints and flags spell it."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+def resolve(model: str) -> Path:
+    """A local folder as it is, or a Hugging Face id downloaded (with its progress on stderr).
+
+    Raises `ModelNotFoundError`.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or model.startswith((".", "~")):
+        raise ModelNotFoundError(f"there is no model folder {model}")
+    try:
+        return Path(snapshot_download(model, allow_patterns=_WANTED_FILES))
+    except HFValidationError as error:
+        raise ModelNotFoundError(f"{model!r} is no folder and no Hugging Face id") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelNotFoundError(
+            f"{model!r} is no local folder and could not be fetched: {error}"
+        ) from error
+
+
+def load_model(path: Path, dtype: DtypeName = "auto") -> LoadedModel:
+    """Load the model in `path`; `auto` takes the checkpoint's dtype, and float32 for float16.
+
+    Raises `ModelError` (see `common.engine.errors`) with a message for whoever named the model.
+    """
+    config = _read_config(path)
+    spec = ModelSpec.from_config(config, _read_generation_config(path))
+    files = _weight_files(path)
+    torch_dtype = _choose_dtype(config, dtype)
+    weights = Weights.empty(spec, torch_dtype)
+    _fill(weights.checkpoint_tensors(spec), files, spec.tied_embeddings)
+    model = Decoder(spec, weights, frequencies(config, spec), LinearFactory())
+    return LoadedModel(spec, model, _digest(spec, files), torch_dtype)
+
+
+def _read_config(path: Path) -> "PretrainedConfig":
+    if not (path / "config.json").is_file():
+        raise ModelNotFoundError(f"{path} has no config.json")
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise ModelError(f"{path / 'config.json'} cannot be read: {error}") from error
+    return config
+
+
+def _read_generation_config(path: Path) -> "GenerationConfig | None":
+    if not (path / "generation_config.json").is_file():
+        return None
+    return GenerationConfig.from_pretrained(path, local_files_only=True)
+
+
+def _choose_dtype(config: "PretrainedConfig", dtype: DtypeName) -> torch.dtype:
+    if dtype == "auto":
+        return torch.bfloat16 if config.dtype is torch.bfloat16 else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """The safetensors files that make the checkpoint, in a stable order."""
+    if (path / _INDEX).is_file():
+        index = json.loads((path / _INDEX).read_text())
+        files = [path / name for name in sorted(set(index["weight_map"].values()))]
+    else:
+        files = [path / "model.safetensors"]
+    for file in files:
+        if not file.is_file():
+            raise WeightsError(f"{path} has no {file.name}; only safetensors are read")
+    return files
+
+
+def _fill(places: dict[str, Tensor], files: list[Path], tied: bool) -> None:
+    """Copy every tensor to its place; each place is filled exactly once, and nothing is left."""
+    missing = dict(places)
+    total = sum(place.numel() for place in places.values())
+    done = 0
+    began = told = time.monotonic()
+    for file in files:
+        for name, tensor in _tensors(file):
+            if name not in missing:
+                _refuse_unexpected(name, file, places, tied)
+                continue
+            _copy(name, missing.pop(name), tensor)
+            done += places[name].numel()
+            if time.monotonic() - told > _PROGRESS_EVERY_S:
+                told = time.monotonic()
+                log.info("loading weights: %d %% of %d M", 100 * done // total, total // 10**6)
+    if missing:
+        raise WeightsError(f"the checkpoint lacks {_some(list(missing))}")
+    log.info("loaded %d M weights in %.1f s", total // 10**6, time.monotonic() - began)
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+                yield name, opened.get_tensor(name)
+    except SafetensorError as error:
+        raise WeightsError(f"{file} is damaged: {error}") from error
+
+
+def _refuse_unexpected(name: str, file: Path, places: dict[str, Tensor], tied: bool) -> None:
+    # Old exports keep buffers that are computed here, and a copy of what is tied.
+    if name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"):
+        return
+    if name in places:
+        raise WeightsError(f"{name} comes twice, the second time in {file.name}")
+    raise WeightsError(f"{file.name} holds {name}, which this architecture does not have")
+
+
+def _copy(name: str, place: Tensor, tensor: Tensor) -> None:
+    # One norm vector for all heads is kept once a head, so that one product applies it.
+    wanted = place.shape[1:] if name.endswith(("q_norm.weight", "k_norm.weight")) else place.shape
+    if tensor.shape != wanted:
+        raise WeightsError(f"{name} is {list(tensor.shape)}, the config says {list(wanted)}")
+    place.copy_(tensor)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _digest(spec: ModelSpec, files: list[Path]) -> str:
+    described = {"spec": asdict(spec), "files": [(f.name, f.stat().st_size) for f in files]}
+    text = json.dumps(described, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,0 +1,193 @@
+"""From logits to tokens, doing for each row only what its request asked for.
+
+Order as in vLLM: log probabilities come from the raw logits; then min_tokens, logit_bias and
+penalties; then, unless greedy, temperature, min_p, top_k and top_p; then one draw by inverting the
+cumulative distribution at a counter-based uniform number (`philox`). Rows that want nothing but the
+best token share one argmax.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.engine.philox import uniform
+from common.messages import SamplingParams, TokenLogprob
+from common.plan import Sample, SlotInit
+
+GREEDY_TEMPERATURE = 1e-5
+"""Below this a temperature means greedy: dividing by it would overflow."""
+FIRST_NUCLEUS = 64
+"""How many of the best tokens top_p looks at first; eight times as many each further try."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One row of logits belongs to `slot` and becomes its output token number `index`."""
+
+    slot: int
+    index: int
+
+
+class SlotSampling:
+    """How one request samples, with what it has generated as far as its penalties need that."""
+
+    def __init__(self, init: SlotInit, vocab_size: int, device: torch.device) -> None:
+        params = init.sampling
+        self.params = params
+        self.greedy = params.temperature < GREEDY_TEMPERATURE
+        self._stop_ids = _ids(params.stop_token_ids, device)
+        self._bias_ids = _ids(params.logit_bias, device)
+        self._bias = torch.tensor(list(params.logit_bias.values()), device=device)
+        self._seen: Tensor | None = None
+        self._counts: Tensor | None = None
+        if params.repetition_penalty != 1.0:
+            self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self._seen[_ids(init.prompt_ids, device)] = True
+            self._seen[_ids(init.output_ids, device)] = True
+        if params.presence_penalty or params.frequency_penalty:
+            outputs = _ids(init.output_ids, device)
+            self._counts = torch.bincount(outputs, minlength=vocab_size).float()
+
+    def plain(self, index: int) -> bool:
+        """Whether the row's token is simply the argmax of its logits."""
+        return self.greedy and self.params.logprobs is None and not self._adjusts(index)
+
+    def _adjusts(self, index: int) -> bool:
+        return (
+            self._seen is not None
+            or self._counts is not None
+            or bool(self.params.logit_bias)
+            or index < self.params.min_tokens
+        )
+
+    def adjusted(self, logits: Tensor, index: int) -> Tensor:
+        """`logits` [vocab_size] with mask, bias and penalties applied; a copy if anything is."""
+        if not self._adjusts(index):
+            return logits
+        logits = logits.clone()
+        if index < self.params.min_tokens:
+            logits[self._stop_ids] = -math.inf
+        if self.params.logit_bias:
+            logits.index_add_(0, self._bias_ids, self._bias)
+        if self._seen is not None:
+            penalty = self.params.repetition_penalty
+            scaled = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits = torch.where(self._seen, scaled, logits)
+        if self._counts is not None:
+            logits -= self.params.frequency_penalty * self._counts
+            logits -= self.params.presence_penalty * (self._counts > 0)
+        return logits
+
+    def record(self, token_id: int) -> None:
+        """Take a drawn token into the penalties."""
+        if self._seen is not None:
+            self._seen[token_id] = True
+        if self._counts is not None:
+            self._counts[token_id] += 1
+
+
+class Sampler:
+    """Sampling state of every slot, and the drawing itself."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._slots: dict[int, SlotSampling] = {}
+
+    def reset(self, slot: int, init: SlotInit) -> None:
+        """`slot` has a new owner."""
+        self._slots[slot] = SlotSampling(init, self._vocab_size, self._device)
+
+    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> list[Sample]:
+        """Draw one token a row; `logits` is [len(draws), vocab_size]."""
+        states = [self._slots[draw.slot] for draw in draws]
+        plain = [state.plain(draw.index) for state, draw in zip(states, draws, strict=True)]
+        best = logits.argmax(dim=-1).tolist() if any(plain) else []
+        samples = []
+        for row, (state, draw) in enumerate(zip(states, draws, strict=True)):
+            if plain[row]:
+                samples.append(Sample(best[row]))
+                continue
+            samples.append(sample_row(logits[row].float(), state, draw.index))
+            state.record(samples[-1].token_id)
+        return samples
+
+
+def sample_row(raw: Tensor, state: SlotSampling, index: int) -> Sample:
+    """Draw from float32 `raw` [vocab_size] with everything the request asked for."""
+    params = state.params
+    logits = state.adjusted(raw, index)
+    if state.greedy:
+        token_id = int(logits.argmax())
+    else:
+        number = uniform(params.seed, params.choice, index)
+        token_id = draw(logits / params.temperature, params, number)
+    if params.logprobs is None:
+        return Sample(token_id)
+    return Sample(token_id, token_logprob(raw, token_id, params.logprobs))
+
+
+def token_logprob(raw: Tensor, token_id: int, num_top: int) -> TokenLogprob:
+    """Log probability of `token_id`, and the `num_top` most probable tokens, best first."""
+    normaliser = raw.logsumexp(dim=-1)
+    chosen = float(raw[token_id] - normaliser)
+    if num_top == 0:
+        return TokenLogprob(chosen)
+    values, ids = raw.topk(min(num_top, raw.shape[0]))
+    return TokenLogprob(
+        chosen, tuple(zip(ids.tolist(), (values - normaliser).tolist(), strict=True))
+    )
+
+
+def draw(logits: Tensor, params: SamplingParams, number: float) -> int:
+    """The token at quantile `number` of what min_p, top_k and top_p leave of `logits`."""
+    values, ids = candidates(logits, params)
+    # In float64, as the sum of 10^5 float32 terms would lose the improbable ones.
+    cumulative = torch.softmax(values.double(), dim=-1).cumsum(dim=-1)
+    position = int(torch.searchsorted(cumulative, number * float(cumulative[-1]), right=True))
+    position = min(position, values.shape[0] - 1)
+    return position if ids is None else int(ids[position])
+
+
+def candidates(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor | None]:
+    """Logits that may be drawn, and their token ids (None: all, in order).
+
+    min_p is relative to the most probable token; top_p's mass is counted after the other two.
+    """
+    ids: Tensor | None = None
+    if 0 < params.top_k < logits.shape[0]:
+        logits, ids = logits.topk(params.top_k)
+    if params.min_p > 0.0:
+        keep = (logits >= logits.max() + math.log(params.min_p)).nonzero().squeeze(-1)
+        logits = logits[keep]
+        ids = keep if ids is None else ids[keep]
+    if params.top_p < 1.0:
+        best, order = _nucleus(logits, params.top_p)
+        return best, order if ids is None else ids[order]
+    return logits, ids
+
+
+def _nucleus(logits: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """The fewest most probable entries whose mass reaches `top_p`, best first.
+
+    Looks at a growing number of the best, as sorting a whole vocabulary costs more than the rest.
+    """
+    size = logits.shape[0]
+    normaliser = logits.logsumexp(dim=-1)
+    count = min(FIRST_NUCLEUS, size)
+    while True:
+        values, order = logits.topk(count)
+        mass = (values - normaliser).double().exp().cumsum(dim=-1)
+        if count == size or float(mass[-1]) >= top_p:
+            break
+        count = min(8 * count, size)
+    # Keep what begins below the threshold; the first always.
+    kept = int((mass[:-1] < top_p).sum()) + 1
+    return values[:kept], order[:kept]
+
+
+def _ids(ids: Sequence[int] | dict[int, float], device: torch.device) -> Tensor:
+    return torch.tensor(list(ids), dtype=torch.int64, device=device)
