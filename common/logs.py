@@ -18,7 +18,7 @@ _encode = msgspec.json.Encoder().encode
 class OneLine(logging.Formatter):
     """Keeps each message on one line: what a client sent cannot forge a second one."""
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
+    def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = record.message.replace("\r", "\\r").replace("\n", "\\n")
         return super().formatMessage(record)
 

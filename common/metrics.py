@@ -52,8 +52,8 @@ class SnapshotCollector(Collector):
         yield self._gauge("queued_tokens", "Tokens waiting or held", stats.queued_tokens)
         yield self._gauge("step_age_seconds", "Since the engine's last turn", self.step_age_s)
         for name, value in sorted({**self.counters, **stats.counters}.items()):
-            name = "pdserve_" + _NOT_IN_NAMES.sub("_", name)
-            family = CounterMetricFamily(name, f"Count of {name}", labels=["role"])
+            safe = _NOT_IN_NAMES.sub("_", name)
+            family = CounterMetricFamily(f"pdserve_{safe}", f"Count of {safe}", labels=["role"])
             family.add_metric([self._role], value)
             yield family
 

@@ -1,0 +1,211 @@
+"""A node's own HTTP: is it well, what does it do, and the admin verbs for this node alone."""
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from common.messages import (
+    AbortRequests,
+    AdminVerb,
+    Continue,
+    Fingerprint,
+    FlushCache,
+    Incarnation,
+    NodeStats,
+    Pause,
+)
+from common.metrics import CONTENT_TYPE
+from common.modes import DisaggregationMode, PauseMode
+from common.node_io.admin import AdminDesk
+from common.node_io.settings import CannotBind
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 << 10
+SHUTDOWN_S = 0.5
+
+
+class PauseBody(msgspec.Struct):
+    mode: PauseMode = PauseMode.ABORT
+
+
+class AbortBody(msgspec.Struct):
+    rid: str = ""
+    abort_all: bool = False
+
+
+class NoBody(msgspec.Struct):
+    pass
+
+
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What `/server_info` says."""
+
+    name: str
+    role: DisaggregationMode
+    incarnation: Incarnation
+    pid: int
+    state: str
+    """`starting`, then the scheduler's state."""
+    served_model_name: str
+    fingerprint: Fingerprint | None
+    max_model_len: int
+    url: str
+    side_channel: str
+    routers: dict[str, Incarnation | None]
+    """Address -> the incarnation linked there."""
+    peers: list[Incarnation]
+    step_age_s: float
+    stats: NodeStats
+    counters: dict[str, int]
+    """Of the I/O thread; the scheduler's are in `stats`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Views:
+    """Where the handlers get their answers; all are called in the loop."""
+
+    problem: Callable[[], str | None]
+    """Why this node is not healthy, or None."""
+    metrics: Callable[[], bytes]
+    info: Callable[[], ServerInfo]
+
+
+class BadRequest(Exception):
+    """The body is not what the verb takes; `param` names the field if there is one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def error_response(
+    status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None
+) -> web.Response:
+    """The error body of the OpenAI API."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    return json_response({"error": error}, status, headers)
+
+
+def json_response(
+    body: object, status: int = 200, headers: dict[str, str] | None = None
+) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(body),
+        status=status,
+        content_type="application/json",
+        headers=headers,
+    )
+
+
+@web.middleware
+async def errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """No answer without a JSON body, no exception beyond its request."""
+    try:
+        return await handler(request)
+    except BadRequest as error:
+        return error_response(400, str(error), error.param)
+    except web.HTTPException as error:
+        allow = error.headers.get("Allow")
+        message = f"{request.method} {request.path}: {error.reason}"
+        return error_response(error.status, message, headers={"Allow": allow} if allow else None)
+    except Exception:
+        log.exception("%s %s failed", request.method, request.path)
+        return error_response(500, "this node made a mistake; its log says more")
+
+
+class NodeHTTP:
+    """The server and its handlers."""
+
+    def __init__(self, views: Views, desk: AdminDesk, admin_timeout_s: float) -> None:
+        self._views = views
+        self._desk = desk
+        self._admin_timeout_s = admin_timeout_s
+        app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY_BYTES)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/server_info", self._server_info)
+        app.router.add_post("/pause_generation", self._pause)
+        app.router.add_post("/continue_generation", self._continue)
+        app.router.add_post("/flush_cache", self._flush)
+        app.router.add_post("/abort_request", self._abort)
+        self._runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_S
+        )
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port. Raises CannotBind."""
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except OSError as error:
+            raise CannotBind(f"HTTP cannot listen at {host}:{port}: {error}") from error
+        return int(self._runner.addresses[0][1])
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+    # ------------------------------------------------------------ looking
+
+    async def _health(self, _: web.Request) -> web.Response:
+        problem = self._views.problem()
+        if problem is None:
+            return json_response({"status": "ok"})
+        return json_response({"status": "unavailable", "reason": problem}, 503)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._views.metrics(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _server_info(self, _: web.Request) -> web.Response:
+        return json_response(self._views.info())
+
+    # ------------------------------------------------------------ acting
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        body = await parse(request, PauseBody)
+        return await self._carry_out(Pause(body.mode))
+
+    async def _continue(self, request: web.Request) -> web.Response:
+        await parse(request, NoBody)
+        return await self._carry_out(Continue())
+
+    async def _flush(self, request: web.Request) -> web.Response:
+        await parse(request, NoBody)
+        return await self._carry_out(FlushCache())
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        body = await parse(request, AbortBody)
+        if bool(body.rid) == body.abort_all:
+            raise BadRequest("give either a rid or abort_all: true", "rid")
+        return await self._carry_out(AbortRequests(body.rid))
+
+    async def _carry_out(self, verb: AdminVerb) -> web.Response:
+        try:
+            done = await self._desk.carry_out(verb, self._admin_timeout_s)
+        except TimeoutError:
+            return error_response(504, f"the engine did not answer in {self._admin_timeout_s:g} s")
+        if not done.ok:
+            return error_response(400, done.message or "refused")
+        return json_response({"success": True, "message": done.message})
+
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+async def parse(request: web.Request, kind: type[Body]) -> Body:
+    """The request's JSON, typed; no body is an empty object. Raises BadRequest."""
+    raw = await request.read()
+    try:
+        return msgspec.json.decode(raw or b"{}", type=kind)
+    except msgspec.ValidationError as error:
+        _, _, path = str(error).partition(" - at `$.")
+        raise BadRequest(str(error), path.rstrip("`") or None) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}") from error

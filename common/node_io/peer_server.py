@@ -1,0 +1,125 @@
+"""Prefill's end of the side channel: one ROUTER socket that decode nodes dial."""
+
+import time
+
+import msgspec
+import zmq
+
+from common.events import FromPeer, PeerSilent
+from common.messages import (
+    Destination,
+    Envelope,
+    Incarnation,
+    PeerBye,
+    PeerHello,
+    Ping,
+    Pong,
+    ToDecode,
+    ToPrefill,
+    decode_to_prefill,
+    encode,
+)
+from common.node_io.addresses import bind_host, bracketed
+from common.node_io.peer_link import AcceptedPeers
+from common.node_io.peer_side import Wiring
+from common.node_io.settings import CannotBind, Registration
+from common.node_io.sockets import Frames, MessageSocket
+
+
+class PeerServer:
+    """Accepts decode nodes, pings them, and hands the engine what they say."""
+
+    def __init__(self, port: int = 0) -> None:
+        """`port` of the side channel; 0 takes a free one."""
+        self._port = port
+        self._socket: MessageSocket | None = None
+
+    def open(self, wiring: Wiring) -> int | None:
+        """Bind; returns the port. Raises CannotBind."""
+        settings = wiring.settings
+        self._node = wiring.node
+        self._inbox = wiring.inbox
+        self._tally = wiring.tally
+        self._peers = AcceptedPeers(settings.peer_timeout_s)
+        router = wiring.context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unknown id is an error, not a silent drop
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnect replaces its half-open predecessor
+        self._socket = MessageSocket(router, self._receive)
+        try:
+            host = bind_host(settings.host)
+            router.setsockopt(zmq.IPV6, int(":" in host))
+            router.bind(f"tcp://{bracketed(host)}:{self._port or '*'}")
+        except (zmq.ZMQError, OSError) as error:
+            where = f"{settings.host}:{self._port}"
+            raise CannotBind(f"the side channel cannot listen at {where}: {error}") from error
+        self._socket.start()
+        return int(bytes(router.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").rpartition(b":")[2])
+
+    def register(self, registration: Registration) -> None:
+        """Nothing to remember: the scheduler compares fingerprints."""
+
+    # ------------------------------------------------------------ from the node
+
+    def send(self, peer: Incarnation, body: ToPrefill | ToDecode) -> None:
+        link = self._peers.get(peer)
+        if link is None or self._socket is None:
+            self._tally.add("messages_to_unlinked_peers", type(body).__name__)
+            return
+        envelope = Envelope(self._node, peer, link.numbers.next(), body)
+        if not self._socket.send([link.routing_id, encode(envelope)]):
+            self._tally.add("dropped_peer_messages", type(body).__name__)
+
+    def dial(self, peer: Incarnation, address: str) -> None:
+        """A prefill node waits to be dialled."""
+        self._tally.add("dials_refused", f"{peer} at {address}")
+
+    def hang_up(self, peer: Incarnation) -> None:
+        """Without pings decode's lease is not renewed, and decode notices the silence."""
+        self._peers.remove(peer)
+
+    def tick(self, paused: bool) -> None:
+        """Once every heartbeat: give up who is silent, ping who is not."""
+        now = time.monotonic()
+        for peer in self._peers.take_silent(now):
+            self._tally.add("silent_peers", peer)
+            self._inbox.put(PeerSilent(peer))
+        for peer in self._peers.linked():
+            self.send(peer, Ping(stamp=now, paused=paused))
+
+    def linked(self) -> list[Incarnation]:
+        return self._peers.linked()
+
+    def close(self, goodbye: bool) -> None:  # noqa: ARG002 - there is no such message
+        """Decode nodes learn of it from their routers, or from the silence."""
+        if self._socket is not None:
+            self._socket.close()
+
+    # ------------------------------------------------------------ from decode nodes
+
+    def _receive(self, frames: Frames) -> None:
+        try:
+            routing_id, payload = frames
+            envelope: Envelope[ToPrefill] = decode_to_prefill(payload)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            self._tally.add("garbage_peer_frames", str(error))
+            return
+        peer, body, now = envelope.source, envelope.body, time.monotonic()
+        if envelope.to != self._node or not peer:
+            self._tally.add("stale_peer_messages", f"for {envelope.to!r}")
+            return
+        if isinstance(body, Pong | Destination) and body.heard > now:
+            self._tally.add("garbage_peer_frames", "a ping of the future was echoed")
+            return
+        if isinstance(body, PeerHello):
+            link = self._peers.greet(peer, routing_id, now)
+        else:
+            known = self._peers.hear(peer, routing_id, now)
+            if known is None:
+                self._tally.add("stale_peer_messages", f"{peer} is not linked")
+                return
+            link = known
+        if link.numbers.gap(envelope.seq):
+            self._tally.add("peer_sequence_gaps", peer)
+        if isinstance(body, PeerBye):
+            self._peers.remove(peer)
+        self._inbox.put(FromPeer(peer, body))
