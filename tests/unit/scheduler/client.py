@@ -39,6 +39,8 @@ class Client:
     room: int = 0
     pair: tuple[Incarnation, Incarnation] | None = None
     """The nodes of the present attempt; None while it waits."""
+    decode_spoke: bool = False
+    """Decode has sent a token of this attempt: prefill's death is no matter any more."""
     end: str | None = None
     ends: int = 0
     replays: int = 0
@@ -57,6 +59,8 @@ class ModelRouter:
         self.world = world
         self.clients: list[Client] = []
         self.by_room: dict[int, Client] = {}
+        self.muted: set[Incarnation] = set()
+        """Nodes whose messages never arrive: they die before their sockets have sent them."""
         self.pending: dict[Incarnation, list[ToRouter]] = defaultdict(list)
 
     def submit(self, prompt: list[int], max_tokens: int, stop: tuple[int, ...] = ()) -> Client:
@@ -75,7 +79,8 @@ class ModelRouter:
                 self._dispatch(client)
 
     def receive(self, node: Incarnation, body: ToRouter) -> None:
-        self.pending[node].append(body)
+        if node not in self.muted:
+            self.pending[node].append(body)
 
     def forget_pending(self, node: Incarnation) -> None:
         self.pending.pop(node, None)
@@ -87,7 +92,9 @@ class ModelRouter:
     def on_node_lost(self, node: Incarnation) -> None:
         self.pending.pop(node, None)
         for client in self.clients:
-            if client.pair and node in client.pair and client.end is None:
+            if client.pair is None or node not in client.pair or client.end is not None:
+                continue
+            if not (client.decode_spoke and node == client.pair[0]):
                 self._replay(client)
 
     def _dispatch(self, client: Client) -> None:
@@ -99,6 +106,7 @@ class ModelRouter:
         pick = self.world.random.choice
         client.pair = (pick(prefills), pick(decodes))
         client.attempt += 1
+        client.decode_spoke = False
         client.room = self.world.random.getrandbits(62) + 1
         self.by_room[client.room] = client
         for node in client.pair:
@@ -151,7 +159,10 @@ class ModelRouter:
 
     def _on_tokens(self, node: Incarnation, output: TokenOutput) -> None:
         client = self._current(output.room, node)
-        if client is None or output.index < len(client.output):
+        if client is None or client.pair is None:
+            return
+        client.decode_spoke |= node == client.pair[1]
+        if output.index < len(client.output):
             return
         if output.index > len(client.output):
             raise Violation(f"{client.rid}: token {output.index} after {len(client.output)}")

@@ -1,0 +1,116 @@
+"""One scheduler by itself, driven message by message."""
+
+from typing import Any
+
+from common.events import FromPeer, FromRouter
+from common.messages import (
+    ChunkLanded,
+    Destination,
+    FirstToken,
+    Generate,
+    PeerHello,
+    PeerMemory,
+    PeerWelcome,
+    SamplingParams,
+    encode,
+)
+from common.plan import BatchResult, Notified, PeerAdded, Sample, StepPlan, ToPeerMsg, ToRouterMsg
+from common.scheduler import Scheduler
+from decode_node.scheduler import DecodeScheduler
+from prefill_node.scheduler import PrefillScheduler
+from tests.unit.scheduler.world import FINGERPRINT, PAGE_BYTES, settings
+
+MEMORY = PeerMemory(
+    agent_name="d", metadata=b"", base_address=1, num_pages=99, page_bytes=PAGE_BYTES
+)
+HELLO = PeerHello(fingerprint=FINGERPRINT, memory=MEMORY, lease_s=4.0)
+
+
+def generate(room: int, prompt: int = 6, max_tokens: int = 8, **fields: Any) -> Generate:
+    sampling = SamplingParams(max_tokens=max_tokens, seed=1, stop_token_ids=fields.pop("stop", ()))
+    values: dict[str, Any] = {
+        "room": room,
+        "rid": f"rid-{room}",
+        "attempt": 1,
+        "prompt_ids": list(range(prompt)),
+        "output_ids": [],
+        "sampling": sampling,
+        "prefill_incarnation": "p",
+        "prefill_address": "tcp://p",
+    }
+    return Generate(**values | fields)
+
+
+class Driven:
+    """A scheduler with a clock; keeps what its plans said."""
+
+    def __init__(self, scheduler: Scheduler[Any]) -> None:
+        self.scheduler = scheduler
+        self.now = 0.0
+        self.transfers: list[Any] = []
+        self.to_router: list[Any] = []
+        self.to_peer: list[Any] = []
+
+    def router(self, body: Any, router: str = "r") -> None:
+        self.scheduler.handle(FromRouter(router, body), self.now)
+
+    def peer(self, body: Any, peer: str) -> None:
+        self.scheduler.handle(FromPeer(peer, body), self.now)
+
+    def fact(self, event: Any) -> None:
+        self.scheduler.on_transfer(event, self.now)
+
+    def step(self, token: int = 5) -> StepPlan:
+        """One turn; every sampling row draws `token`."""
+        plan = self.scheduler.schedule(self.now)
+        self.transfers += plan.transfers
+        self.to_router += [m.body for m in plan.messages if isinstance(m, ToRouterMsg)]
+        self.to_peer += [m.body for m in plan.messages if isinstance(m, ToPeerMsg)]
+        if plan.batch is not None:
+            drawn = [None if r.sample_index is None else Sample(token) for r in plan.batch.rows]
+            self.scheduler.process_batch_result(BatchResult(tuple(drawn)), self.now)
+        self.scheduler.check_invariants()
+        return plan
+
+    def said(self, kind: type) -> list[Any]:
+        return [m for m in (*self.to_router, *self.to_peer) if isinstance(m, kind)]
+
+    def sent(self, kind: type) -> list[Any]:
+        return [command for command in self.transfers if isinstance(command, kind)]
+
+
+def prefill(num_pages: int = 24, **overrides: Any) -> Driven:
+    """A prefill node linked to decode `d`."""
+    driven = Driven(PrefillScheduler(settings("p", num_pages, **overrides), PAGE_BYTES))
+    driven.peer(HELLO, "d")
+    driven.fact(PeerAdded("d"))
+    driven.step()
+    assert driven.said(PeerWelcome)
+    return driven
+
+
+def destination(room: int, pages: int = 2, first: int = 0) -> Destination:
+    return Destination(room=room, pages=list(range(first, first + pages)))
+
+
+def decode(num_pages: int = 24, **overrides: Any) -> Driven:
+    """A decode node; its first request for prefill `p` finds the link welcomed after one step."""
+    return Driven(DecodeScheduler(settings("d", num_pages, **overrides), reserve_pages=0))
+
+
+def landed(room: int, chunk: int = 0, total: int = 1, **fields: Any) -> Notified:
+    last = FirstToken(total_chunks=total, token_id=3) if chunk == total - 1 else None
+    values: dict[str, Any] = {"source": "p", "target": "d", "pages": [], "last": last}
+    return Notified(encode(ChunkLanded(room=room, chunk=chunk, **values | fields)))
+
+
+def running(driven: Driven, *rooms: int, **fields: Any) -> None:
+    """Bring requests into decode's running batch."""
+    for room in rooms:
+        driven.router(generate(room, **fields))
+    driven.step()
+    driven.peer(PeerWelcome(fingerprint=FINGERPRINT), "p")
+    driven.step()
+    for room in rooms:
+        driven.fact(landed(room))
+    driven.step()

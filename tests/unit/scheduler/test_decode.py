@@ -1,0 +1,215 @@
+"""The decode scheduler by itself: admission, landing, retraction, stray writes, quarantine."""
+
+from common.events import PeerSilent
+from common.lifecycle import State
+from common.messages import (
+    Abort,
+    Cancel,
+    Destination,
+    Drained,
+    Failed,
+    FailureKind,
+    PeerRefused,
+    PeerWelcome,
+    Ping,
+    Retracted,
+    RoomUnknown,
+    StopReason,
+    Sync,
+    TokenOutput,
+    Tokens,
+)
+from common.modes import PauseMode
+from common.plan import Notified
+from tests.unit.scheduler.harness import Driven, decode, generate, landed, running
+from tests.unit.scheduler.world import FINGERPRINT, World
+
+
+def outputs(node: Driven) -> list[TokenOutput]:
+    return [output for tokens in node.said(Tokens) for output in tokens.outputs]
+
+
+def transferring(*rooms: int) -> Driven:
+    node = decode()
+    for room in rooms:
+        node.router(generate(room))
+    node.step()
+    node.peer(PeerWelcome(fingerprint=FINGERPRINT), "p")
+    node.step()
+    assert [d.room for d in node.said(Destination)] == list(rooms)
+    return node
+
+
+def test_token_zero_is_repeated_as_soon_as_everything_has_landed() -> None:
+    node = transferring(1)
+    node.scheduler.pause_generation(PauseMode.IN_PLACE)  # it cannot run yet
+    node.fact(landed(1))
+    node.step()
+    assert [(out.index, out.token_ids) for out in outputs(node)] == [(0, [3])]
+
+
+def test_prefill_may_die_right_after_its_last_write() -> None:
+    """Its own first token never reached the router; decode's repetition of it did."""
+    world = World(1)
+    world.router.muted.add("p1")
+    client = world.router.submit([1, 2, 3], 12)
+    while not client.decode_spoke:
+        world.tick()
+    world.kill("p1")
+    world.add_prefill()
+    world.settle()
+    world.router.check()
+    assert client.replays == 0
+
+
+def test_chunks_may_land_in_any_order() -> None:
+    node = transferring(1)
+    node.fact(landed(1, chunk=2, total=3))
+    node.fact(landed(1, chunk=0, total=3))
+    node.fact(landed(1, chunk=0, total=3))
+    assert node.step().batch is None
+    node.fact(landed(1, chunk=1, total=3))
+    assert node.step().batch is not None
+
+
+def test_a_notification_of_another_incarnation_counts_for_nothing() -> None:
+    node = transferring(1)
+    for stale in (landed(1, source="p-old"), landed(1, target="d-old"), Notified(b"garbage")):
+        node.fact(stale)
+        assert node.step().batch is None
+    node.fact(landed(1))
+    assert node.step().batch is not None
+
+
+def test_the_last_token_ends_the_request_in_the_step_that_drew_it() -> None:
+    node = decode()
+    running(node, 1, max_tokens=3)
+    node.step()
+    assert len(node.scheduler.running_batch) == 0
+    assert node.scheduler.kv.num_free == 24
+    node.step()
+    assert outputs(node)[-1].finish is StopReason.LENGTH
+
+
+def test_the_youngest_is_retracted_first_and_the_oldest_never() -> None:
+    node = decode(num_pages=7)
+    running(node, 1, 2, 3, max_tokens=20)
+    for _ in range(20):
+        node.step()
+    assert [retracted.room for retracted in node.said(Retracted)] == [3, 2]
+    assert max(out.index for out in outputs(node) if out.room == 1) == 19
+
+
+def test_a_retracted_request_comes_back_in_its_old_rank() -> None:
+    node = transferring(1)
+    node.router(generate(2, age_s=5.0))
+    node.router(generate(3, age_s=9.0))
+    ranked = [req.room for req in node.scheduler.queues[State.PREALLOC]]
+    assert ranked == [3, 2]
+
+
+def test_what_exceeds_the_pool_is_refused_on_arrival() -> None:
+    node = decode(num_pages=3)
+    node.router(generate(1, prompt=6, max_tokens=8))
+    node.router(generate(2, prompt=6, max_tokens=7))
+    node.step()
+    assert [(f.room, f.kind) for f in node.said(Failed)] == [(1, FailureKind.TOO_LARGE)]
+
+
+def test_an_aborted_transfer_keeps_its_pages_until_prefill_has_drained() -> None:
+    node = transferring(1)
+    node.router(Abort(1))
+    node.step()
+    assert node.said(Cancel) == [Cancel(1)]
+    assert node.scheduler.kv.num_free == 22
+    node.fact(landed(1))
+    node.step()
+    assert node.scheduler.kv.num_free == 22
+    node.peer(Drained(room=1, landed=[0]), "p")
+    node.step()
+    assert node.scheduler.kv.num_free == 24
+
+
+def test_a_lost_cancel_is_said_again() -> None:
+    node = transferring(1, 2)
+    node.router(Abort(1))
+    node.now = 1.0
+    node.step()
+    assert node.said(Sync)[-1] == Sync(open=[2], cancelling=[1])
+    node.peer(RoomUnknown(2), "p")
+    node.step()
+    assert [d.room for d in node.said(Destination)] == [1, 2, 2]
+
+
+def test_pages_of_a_silent_peer_wait_for_its_lease() -> None:
+    node = transferring(1)
+    node.scheduler.handle(PeerSilent("p"), 0.0)
+    node.step()
+    assert [answer.kind for answer in node.said(Failed)] == [FailureKind.PEER_LOST]
+    assert node.scheduler.kv.num_quarantined == 2
+    node.now = 5.9
+    node.step()
+    assert node.scheduler.kv.num_quarantined == 2
+    node.now = 6.1  # lease 4, longest post 1, grace 1
+    node.step()
+    assert node.scheduler.kv.num_free == 24
+
+
+def test_drained_on_a_new_link_ends_the_quarantine_early() -> None:
+    node = transferring(1)
+    node.peer(PeerRefused(reason="not linked"), "p")
+    node.router(generate(2))
+    node.step()
+    node.peer(PeerWelcome(fingerprint=FINGERPRINT), "p")
+    node.step()
+    assert node.said(Sync)[-1].cancelling == [1]
+    node.peer(Drained(room=1, landed=[]), "p")
+    node.step()
+    assert node.scheduler.kv.num_quarantined == 0
+
+
+def test_a_stray_write_retracts_whoever_owns_its_pages_now() -> None:
+    node = decode()
+    running(node, 1, 2)
+    victim = node.scheduler._reqs[2]
+    node.fact(landed(77, pages=[victim.pages[0]]))
+    node.step()
+    assert node.said(Retracted) == [Retracted(2)]
+    assert node.scheduler.counters["stray_writes"] == 1
+
+
+def test_a_notification_that_was_known_to_have_landed_is_harmless() -> None:
+    node = transferring(1)
+    pages = list(node.scheduler._reqs[1].pages)
+    node.router(Abort(1))
+    node.peer(Drained(room=1, landed=[0]), "p")
+    running(node, 2)
+    node.fact(landed(1, pages=pages))
+    node.step()
+    assert not node.said(Retracted)
+
+
+def test_the_transfer_clock_stops_while_prefill_is_paused() -> None:
+    node = transferring(1)
+    node.peer(Ping(0.0, True), "p")
+    node.now = 100.0
+    node.step()
+    assert not node.said(Failed)
+    node.peer(Ping(0.0, False), "p")
+    node.now = 119.0
+    node.step()
+    assert not node.said(Failed)
+    node.now = 121.0
+    node.step()
+    assert [answer.kind for answer in node.said(Failed)] == [FailureKind.TRANSFER]
+    assert node.said(Cancel) == [Cancel(1)]
+
+
+def test_a_request_whose_link_is_down_does_not_hold_back_the_others() -> None:
+    node = decode()
+    node.router(generate(1, prefill_incarnation="q", age_s=9.0))
+    node.router(generate(2))
+    node.step()
+    node.peer(PeerWelcome(fingerprint=FINGERPRINT), "p")
+    node.step()
+    assert [d.room for d in node.said(Destination)] == [2]

@@ -1,0 +1,151 @@
+"""The faults that the design excludes, planted one by one: each must be noticed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from common.kv_cache.page_pool import PageLeak
+from common.lifecycle import IllegalTransition
+from common.messages import FailureKind, Incarnation, Room, RoomFailed, TokenLogprob
+from common.scheduler import Scheduler
+from decode_node.request import DecodeReq
+from decode_node.scheduler import DecodeScheduler
+from prefill_node.request import PrefillReq
+from prefill_node.scheduler import PrefillScheduler
+from tests.unit.scheduler import test_decode, test_prefill
+from tests.unit.scheduler.test_fuzz import run
+
+NOTICED = (AssertionError, IllegalTransition, PageLeak, KeyError, IndexError, AttributeError)
+
+
+def fuzz(seeds: int = 150) -> None:
+    for seed in range(seeds):
+        run(seed)
+
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def running_batch_on_prefill(patch: pytest.MonkeyPatch) -> None:
+    original = PrefillScheduler._on_computed
+
+    def planted(self: PrefillScheduler, req: PrefillReq, sample: Any) -> None:
+        original(self, req, sample)
+        self.running_batch.append(req)  # type: ignore[attr-defined]
+
+    patch.setattr(PrefillScheduler, "_on_computed", planted)
+
+
+def page_freed_while_posted(patch: pytest.MonkeyPatch) -> None:
+    def planted(self: PrefillScheduler, req: PrefillReq, kind: FailureKind, message: str) -> None:
+        req.failure = (kind, message)
+        self._retire_failed(req)
+
+    patch.setattr(PrefillScheduler, "_let_go", planted)
+
+
+def failed_while_a_sibling_is_posted(patch: pytest.MonkeyPatch) -> None:
+    original = PrefillScheduler._let_go
+
+    def planted(self: PrefillScheduler, req: PrefillReq, kind: FailureKind, message: str) -> None:
+        failed = RoomFailed(room=req.room, kind=kind, message=message)
+        self._outbox.to_peer(req.peer, failed)
+        original(self, req, kind, message)
+
+    patch.setattr(PrefillScheduler, "_let_go", planted)
+
+
+def decode_frees_at_once(patch: pytest.MonkeyPatch) -> None:
+    original = DecodeScheduler._let_go
+
+    def planted(self: DecodeScheduler, req: DecodeReq, kind: FailureKind, message: str) -> None:
+        req.drained = True
+        original(self, req, kind, message)
+
+    patch.setattr(DecodeScheduler, "_let_go", planted)
+
+
+def stale_incarnation_accepted(patch: pytest.MonkeyPatch) -> None:
+    def planted(self: DecodeScheduler, room: Room, peer: Incarnation) -> DecodeReq | None:
+        return self._reqs.get(room)
+
+    patch.setattr(DecodeScheduler, "_room_of", planted)
+
+
+def attempts_confused(patch: pytest.MonkeyPatch) -> None:
+    original = PrefillScheduler._on_write_ended
+
+    def planted(self: PrefillScheduler, room: Room, chunk: int, error: str | None) -> None:
+        rid = self._reqs[room].rid if room in self._reqs else ""
+        newest = max((r for r in self._reqs.values() if r.rid == rid), key=lambda r: r.attempt)
+        original(self, newest.room, chunk, error)
+
+    patch.setattr(PrefillScheduler, "_on_write_ended", planted)
+
+
+def token_zero_not_repeated(patch: pytest.MonkeyPatch) -> None:
+    original = Scheduler._emit
+
+    def planted(
+        self: Any, req: Any, token: int, logprob: TokenLogprob | None, *, repeat: bool = False
+    ) -> None:
+        if not repeat:
+            original(self, req, token, logprob)
+
+    patch.setattr(Scheduler, "_emit", planted)
+
+
+def early_destination_dropped(patch: pytest.MonkeyPatch) -> None:
+    original = PrefillScheduler._on_destination
+
+    def planted(self: PrefillScheduler, peer: Incarnation, destination: Any) -> None:
+        if destination.room in self._reqs:
+            original(self, peer, destination)
+
+    patch.setattr(PrefillScheduler, "_on_destination", planted)
+
+
+def token_emitted_twice(patch: pytest.MonkeyPatch) -> None:
+    original = Scheduler._emit
+
+    def planted(
+        self: Any, req: Any, token: int, logprob: TokenLogprob | None, *, repeat: bool = False
+    ) -> None:
+        original(self, req, token, logprob, repeat=repeat)
+        if req.attempt > 1 and not repeat:
+            req.output_ids.append(token)
+
+    patch.setattr(Scheduler, "_emit", planted)
+
+
+@pytest.mark.parametrize(
+    ("plant", "check"),
+    [
+        (running_batch_on_prefill, fuzz),
+        (page_freed_while_posted, fuzz),
+        (failed_while_a_sibling_is_posted, fuzz),
+        (decode_frees_at_once, fuzz),
+        (token_zero_not_repeated, test_decode.test_prefill_may_die_right_after_its_last_write),
+        (token_emitted_twice, fuzz),
+        (
+            stale_incarnation_accepted,
+            test_decode.test_a_notification_of_another_incarnation_counts_for_nothing,
+        ),
+        (
+            attempts_confused,
+            test_prefill.test_attempt_two_is_not_touched_by_attempt_ones_event,
+        ),
+        (
+            early_destination_dropped,
+            test_prefill.test_a_destination_may_come_before_its_request,
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_planted_fault_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, plant: Plant, check: Callable[[], None]
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(NOTICED):
+        check()
