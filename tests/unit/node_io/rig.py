@@ -13,8 +13,8 @@ from common.events import Event
 from common.messages import (
     Envelope,
     Fingerprint,
-    Hello,
     Heartbeat,
+    Hello,
     PeerMemory,
     ToNode,
     ToRouter,
@@ -123,7 +123,7 @@ class FakeRouter:
             time.sleep(0.01)
 
     def receive(self, timeout_s: float = PATIENCE_S) -> Envelope[ToRouter] | None:
-        if not self.socket.poll(timeout_s * 1000):
+        if not self.socket.poll(int(timeout_s * 1000)):
             return None
         self.node_id, payload = self.socket.recv_multipart()
         envelope = decode_to_router(payload)

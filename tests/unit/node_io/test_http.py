@@ -1,0 +1,174 @@
+"""The node's own HTTP, asked over the loopback."""
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from common.events import AdminDone, AdminRequest
+from common.messages import AbortRequests, AdminVerb, Continue, FlushCache, NodeStats, Pause
+from common.modes import PauseMode
+from common.stats import StageSample
+from tests.unit.node_io.rig import REGISTRATION, Engine, eventually, prefill
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    text: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+
+def ask(url: str, body: bytes | None = None, method: str | None = None) -> Answer:
+    request = urllib.request.Request(url, data=body, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=5) as response:
+            return Answer(response.status, dict(response.headers), response.read().decode())
+    except urllib.error.HTTPError as error:
+        with error:
+            return Answer(error.code, dict(error.headers), error.read().decode())
+
+
+@contextmanager
+def answering(engine: Engine, done: AdminDone) -> Iterator[list[AdminVerb]]:
+    """An engine thread that answers one admin request."""
+    verbs: list[AdminVerb] = []
+
+    def answer() -> None:
+        request = engine.get(AdminRequest)
+        verbs.append(request.verb)
+        engine.io.send([AdminDone(request.ticket, done.ok, done.message)])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield verbs
+    finally:
+        thread.join(10)
+
+
+def test_health_follows_the_engine() -> None:
+    with prefill() as engine:
+        url = engine.io.url + "/health"
+        starting = ask(url)
+        assert starting.status == 503
+        assert "starting" in starting.json["reason"]
+        engine.io.announce(REGISTRATION)
+        engine.io.publish(NodeStats())
+        eventually(lambda: ask(url).status == 200)
+        eventually(lambda: ask(url).status == 503, "an engine that does not turn")
+        assert "turn" in ask(url).json["reason"]
+        engine.io.publish(NodeStats())
+        assert ask(url).status == 200
+
+
+def test_an_engine_that_waits_for_work_is_not_stuck() -> None:
+    with prefill() as engine:
+        engine.io.announce(REGISTRATION)
+        sleeper = threading.Thread(target=engine.io.wait, args=(30.0,))
+        sleeper.start()
+        threading.Event().wait(0.6)
+        assert ask(engine.io.url + "/health").status == 200
+        engine.io.wake()
+        sleeper.join(5)
+        eventually(lambda: ask(engine.io.url + "/health").status == 503)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "verb"),
+    [
+        ("/pause_generation", b'{"mode": "retract"}', Pause(PauseMode.RETRACT)),
+        ("/pause_generation", b"", Pause(PauseMode.ABORT)),
+        ("/continue_generation", b"{}", Continue()),
+        ("/flush_cache", b"", FlushCache()),
+        ("/abort_request", b'{"rid": "a"}', AbortRequests("a")),
+        ("/abort_request", b'{"abort_all": true, "more": 1}', AbortRequests("")),
+    ],
+)
+def test_admin_verbs_reach_the_engine_and_its_answer_the_client(
+    path: str, body: bytes, verb: AdminVerb
+) -> None:
+    with prefill() as engine, answering(engine, AdminDone(0, True, "done")) as verbs:
+        answer = ask(engine.io.url + path, body)
+        assert (answer.status, answer.json) == (200, {"success": True, "message": "done"})
+        assert verbs == [verb]
+
+
+def test_what_the_engine_refuses_is_a_400() -> None:
+    with prefill() as engine, answering(engine, AdminDone(0, False, "pages are held")):
+        answer = ask(engine.io.url + "/flush_cache", b"")
+        assert answer.status == 400
+        assert answer.json["error"]["message"] == "pages are held"
+
+
+def test_an_engine_that_does_not_answer_is_a_504_and_a_late_answer_is_no_harm() -> None:
+    with prefill() as engine:
+        assert ask(engine.io.url + "/continue_generation", b"").status == 504
+        request = engine.get(AdminRequest)
+        engine.io.send([AdminDone(request.ticket, True), AdminDone(99, True)])
+        info = engine.io.url + "/server_info"
+        eventually(lambda: ask(info).json["counters"].get("late_admin_answers") == 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/pause_generation", b'{"mode": "later"}', 400, "mode"),
+        ("/pause_generation", b'{"mode": 3}', 400, "mode"),
+        ("/pause_generation", b"{", 400, None),
+        ("/pause_generation", b"\xff\xfe", 400, None),
+        ("/pause_generation", b'{"mode": "\xff"}', 400, None),
+        ("/pause_generation", b"[]", 400, None),
+        ("/abort_request", b"{}", 400, "rid"),
+        ("/abort_request", b'{"rid": 5}', 400, "rid"),
+        ("/abort_request", b'{"rid": "a", "abort_all": true}', 400, "rid"),
+        ("/flush_cache", b"[" * 50_000, 400, None),
+        ("/flush_cache", b" " * 100_000, 413, None),
+        ("/nothing", None, 404, None),
+        ("/pause_generation", None, 405, None),
+    ],
+)
+def test_bad_requests_get_the_error_body(
+    path: str, body: bytes | None, status: int, param: str | None
+) -> None:
+    with prefill() as engine:
+        answer = ask(engine.io.url + path, body)
+        assert answer.status == status
+        error = answer.json["error"]
+        assert (error["param"], error["code"]) == (param, status)
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+        assert engine.quiet(0) == [], "nothing of it reaches the engine"
+
+
+def test_metrics_and_server_info_show_the_newest_snapshot() -> None:
+    with prefill() as engine:
+        stats = NodeStats(num_pages=8, free_pages=5, counters={"retractions": 2})
+        engine.io.publish(stats, samples=[StageSample("prefill", 0.3)], transferred=[(4096, 0.01)])
+        metrics = ask(engine.io.url + "/metrics")
+        assert metrics.status == 200
+        assert metrics.headers["Content-Type"].startswith("text/plain")
+        for line in (
+            'pdserve_kv_pages{role="prefill",state="free"} 5.0',
+            'pdserve_retractions_total{role="prefill"} 2.0',
+            'pdserve_stage_seconds_count{role="prefill",stage="prefill"} 1.0',
+            'pdserve_transfer_bytes_total{role="prefill"} 4096.0',
+        ):
+            assert line in metrics.text
+        info = ask(engine.io.url + "/server_info").json
+        assert (info["name"], info["role"], info["state"]) == ("p1", "prefill", "starting")
+        assert info["url"] == engine.io.url
+        assert info["side_channel"] == engine.io.side_channel
+        assert info["stats"]["free_pages"] == 5
+        engine.io.announce(REGISTRATION)
+        eventually(lambda: ask(engine.io.url + "/server_info").json["state"] == "ready")

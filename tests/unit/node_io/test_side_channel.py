@@ -1,0 +1,260 @@
+"""A prefill and a decode node's I/O, talking over the loopback."""
+
+import itertools
+import time
+
+import pytest
+import zmq
+
+from common.events import FromPeer, PeerSilent
+from common.messages import (
+    Cancel,
+    Destination,
+    Drained,
+    Envelope,
+    NodeState,
+    NodeStats,
+    PeerBye,
+    PeerHello,
+    PeerRefused,
+    PeerWelcome,
+    Ping,
+    Pong,
+    RoomUnknown,
+    Sync,
+    ToDecode,
+    ToPrefill,
+    decode_to_decode,
+    decode_to_prefill,
+    encode,
+)
+from common.plan import DialPeer, HangUp, ToPeerMsg
+from tests.unit.node_io.rig import (
+    FINGERPRINT,
+    MEMORY,
+    REGISTRATION,
+    SILENCE_S,
+    Engine,
+    decode,
+    eventually,
+    prefill,
+)
+
+WELCOME = PeerWelcome(fingerprint=FINGERPRINT)
+HELLO = PeerHello(fingerprint=FINGERPRINT, memory=MEMORY, lease_s=10.0)
+
+
+def is_hello(event: FromPeer) -> bool:
+    return isinstance(event.body, PeerHello)
+
+
+def is_destination(event: FromPeer) -> bool:
+    return isinstance(event.body, Destination)
+
+
+def shake_hands(p: Engine, d: Engine, peer: str = "p1") -> None:
+    d.io.announce(REGISTRATION)
+    d.io.send([DialPeer(peer, p.io.side_channel)])
+    hello = p.get(FromPeer, is_hello)
+    assert (hello.peer, hello.body) == ("d1", HELLO)
+    p.io.send([ToPeerMsg("d1", WELCOME)])
+    welcome = d.get(FromPeer)
+    assert (welcome.peer, welcome.body) == (peer, WELCOME)
+
+
+def silences(engine: Engine, seconds: float) -> list[PeerSilent]:
+    return [event for event in engine.quiet(seconds) if isinstance(event, PeerSilent)]
+
+
+def test_handshake_then_both_directions() -> None:
+    with prefill() as p, decode() as d:
+        shake_hands(p, d)
+        d.io.send([ToPeerMsg("p1", Cancel(3)), ToPeerMsg("p1", Sync(open=[4], cancelling=[]))])
+        assert p.get(FromPeer, lambda e: isinstance(e.body, Cancel)).body == Cancel(3)
+        p.get(FromPeer, lambda e: isinstance(e.body, Sync))
+        p.io.send([ToPeerMsg("d1", Drained(room=3)), ToPeerMsg("d1", RoomUnknown(4))])
+        assert [d.get(FromPeer).body for _ in range(2)] == [Drained(room=3), RoomUnknown(4)]
+
+
+def test_pings_renew_the_lease_and_keep_both_ends_alive() -> None:
+    with prefill() as p, decode() as d:
+        began = time.monotonic()
+        shake_hands(p, d)
+        assert silences(p, 2 * SILENCE_S) == []
+        assert silences(d, 0) == []
+        pongs = [e.body for e in p.seen if isinstance(e, FromPeer) and isinstance(e.body, Pong)]
+        stamps = [pong.heard for pong in pongs]
+        assert len(stamps) >= 5
+        assert stamps == sorted(stamps)
+        assert began < stamps[0] < time.monotonic()
+        assert {pong.lease_s for pong in pongs} == {10.0}
+        assert not d.seen, "pings of a running peer are no news to the engine"
+
+
+def test_a_destination_carries_the_newest_ping() -> None:
+    with prefill() as p, decode() as d:
+        shake_hands(p, d)
+        newest = p.get(FromPeer, lambda e: isinstance(e.body, Pong)).body
+        assert isinstance(newest, Pong)
+        d.io.send([ToPeerMsg("p1", Destination(room=5, pages=[1, 2]))])
+        sent = p.get(FromPeer, is_destination).body
+        assert isinstance(sent, Destination)
+        assert newest.heard <= sent.heard <= time.monotonic()
+        assert (sent.lease_s, sent.room, sent.pages) == (10.0, 5, [1, 2])
+
+
+def test_a_paused_prefill_says_so_and_says_when_it_is_over() -> None:
+    with prefill() as p, decode() as d:
+        shake_hands(p, d)
+        p.io.publish(NodeStats(state=NodeState.PAUSED))
+        ping = d.get(FromPeer, lambda e: isinstance(e.body, Ping)).body
+        assert isinstance(ping, Ping)
+        assert ping.paused
+        p.io.publish(NodeStats(state=NodeState.READY))
+        d.get(FromPeer, lambda e: isinstance(e.body, Ping) and not e.body.paused)
+
+
+def test_a_refusal_reaches_decode_before_the_link_closes() -> None:
+    with prefill() as p, decode() as d:
+        d.io.announce(REGISTRATION)
+        d.io.send([DialPeer("p1", p.io.side_channel)])
+        p.get(FromPeer, is_hello)
+        p.io.send([ToPeerMsg("d1", PeerRefused(reason="page_size")), HangUp("d1")])
+        assert d.get(FromPeer).body == PeerRefused(reason="page_size")
+
+
+def test_hanging_up_says_bye_and_ends_the_pongs() -> None:
+    with prefill() as p, decode() as d:
+        shake_hands(p, d)
+        d.io.send([HangUp("p1"), HangUp("p1"), ToPeerMsg("p1", Cancel(1))])
+        p.get(FromPeer, lambda e: isinstance(e.body, PeerBye))
+        p.seen.clear()
+        assert p.quiet(2 * SILENCE_S) == [], "neither a pong nor a silence after goodbye"
+        assert silences(d, 0) == []
+        shake_hands(p, d)
+
+
+def test_prefill_hanging_up_leaves_decode_in_silence() -> None:
+    with prefill() as p, decode() as d:
+        shake_hands(p, d)
+        p.io.send([HangUp("d1")])
+        assert d.get(PeerSilent) == PeerSilent("p1")
+        assert silences(d, SILENCE_S) == [], "once"
+
+
+def test_each_end_notices_that_the_other_died() -> None:
+    with prefill() as p:
+        with decode() as d:
+            shake_hands(p, d)
+            d.io.close(goodbye=False)
+        assert p.get(PeerSilent) == PeerSilent("d1")
+        with decode() as d:
+            shake_hands(p, d)
+            p.io.close(goodbye=False)
+            assert d.get(PeerSilent) == PeerSilent("p1")
+
+
+def test_nobody_at_the_address_is_silence() -> None:
+    with decode() as d:
+        d.io.announce(REGISTRATION)
+        d.io.send([DialPeer("p1", "tcp://127.0.0.1:9"), DialPeer("p2", "nonsense")])
+        assert d.get(PeerSilent, lambda e: e.peer == "p2")
+        assert d.get(PeerSilent, lambda e: e.peer == "p1")
+        assert silences(d, 0.1) == []
+
+
+def test_another_incarnation_at_the_address_does_not_answer() -> None:
+    with prefill(incarnation="p2") as p, decode() as d:
+        d.io.announce(REGISTRATION)
+        d.io.send([DialPeer("p1", p.io.side_channel)])
+        assert d.get(PeerSilent) == PeerSilent("p1")
+        assert p.quiet(0) == []
+
+
+class Raw:
+    """A plain socket that plays one end badly."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> None:
+        self.socket = context.socket(kind)
+        self.socket.linger = 0
+        self.numbers = itertools.count(1)
+
+    def __enter__(self) -> "Raw":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def to_prefill(self, body: ToPrefill, *, source: str = "d9", to: str = "p1") -> None:
+        self.socket.send(encode(Envelope(source, to, next(self.numbers), body)))
+
+    def to_decode(self, node_id: bytes, body: ToDecode, *, source: str = "p1") -> None:
+        envelope = Envelope(source, "d1", next(self.numbers), body)
+        self.socket.send_multipart([node_id, encode(envelope)])
+
+
+def test_a_lost_first_greeting_is_repeated(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    with Raw(context, zmq.ROUTER) as raw, decode() as d:
+        raw.socket.bind("tcp://127.0.0.1:*")
+        address = raw.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        d.io.announce(REGISTRATION)
+        d.io.send([DialPeer("p1", address)])
+        for seq in (1, 2, 3):
+            assert raw.socket.poll(2000)
+            node_id, payload = raw.socket.recv_multipart()
+            assert decode_to_prefill(payload).seq == seq
+        raw.to_decode(node_id, WELCOME, source="p0")
+        raw.to_decode(node_id, Ping(77.0))
+        raw.to_decode(node_id, WELCOME)
+        assert d.get(FromPeer) == FromPeer("p1", WELCOME)
+        d.io.send([ToPeerMsg("p1", Destination(room=1, pages=[0]))])
+        said: list[ToPrefill] = []
+        while not any(isinstance(body, Destination) for body in said):
+            assert raw.socket.poll(2000)
+            said.append(decode_to_prefill(raw.socket.recv_multipart()[1]).body)
+        assert Pong(heard=77.0, lease_s=10.0) in said
+        assert said[-1] == Destination(room=1, pages=[0], heard=77.0, lease_s=10.0)
+
+
+def test_garbage_and_strangers_on_the_side_channel(
+    context: "zmq.Context[zmq.Socket[bytes]]", caplog: pytest.LogCaptureFixture
+) -> None:
+    with prefill() as p, decode() as d, Raw(context, zmq.DEALER) as raw:
+        raw.socket.connect(p.io.side_channel)
+        for junk in ([b"\xc1"], [], [b"a", b"b", b"c"], [b"\x94" * 9000]):
+            raw.socket.send_multipart(junk or [b""])
+        raw.to_prefill(Cancel(1))  # not linked
+        raw.to_prefill(HELLO, to="p0")  # for an older incarnation
+        raw.to_prefill(HELLO)
+        assert p.get(FromPeer).body == HELLO
+        raw.to_prefill(Pong(heard=time.monotonic() + 60, lease_s=10.0))  # from the future
+        raw.to_prefill(Cancel(2), source="d8")  # somebody else's name
+        next(raw.numbers)
+        raw.to_prefill(Cancel(3))  # after a gap, which costs nothing
+        assert p.get(FromPeer).body == Cancel(3)
+        assert p.seen == []
+        assert raw.socket.poll(2000)
+        ping = decode_to_decode(raw.socket.recv())
+        assert isinstance(ping.body, Ping)
+        shake_hands(p, d)
+        garbage = [r for r in caplog.records if "garbage_peer_frames" in r.message]
+        assert len(garbage) == 1
+
+
+def test_messages_to_strangers_are_dropped() -> None:
+    with prefill() as p, decode() as d:
+        p.io.send([ToPeerMsg("d1", WELCOME), DialPeer("d1", "tcp://127.0.0.1:9"), HangUp("x")])
+        d.io.send([ToPeerMsg("p1", Cancel(1))])
+        shake_hands(p, d)
+
+
+def test_a_handshake_survives_a_prefill_engine_that_is_slow_to_answer() -> None:
+    with prefill() as p, decode() as d:
+        d.io.announce(REGISTRATION)
+        d.io.send([DialPeer("p1", p.io.side_channel)])
+        p.get(FromPeer, is_hello)
+        assert silences(d, 2 * SILENCE_S) == [], "its I/O thread pings: busy is not dead"
+        repeated = [e for e in p.quiet(0) if isinstance(e, FromPeer) and is_hello(e)]
+        assert len(repeated) > 3
+        p.io.send([ToPeerMsg("d1", WELCOME)])
+        eventually(lambda: any(isinstance(e, FromPeer) for e in d.quiet(0.02)))
