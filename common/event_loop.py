@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, assert_never
 
 from common.events import AdminDone, AdminRequest, Event, Shutdown
-from common.messages import AbortRequests, AdminVerb, Continue, FlushCache, Pause
+from common.messages import AbortRequests, AdminVerb, Continue, FlushCache, NodeStats, Pause
 from common.plan import Batch, BatchResult, Outgoing, TransferCommand, TransferEvent
 from common.scheduler import Scheduler
-from common.stats import Report
+from common.stats import RequestEnd, StageSample
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,14 @@ class Port(Protocol):
 
     def send(self, messages: Sequence[Outgoing | AdminDone]) -> None: ...
 
-    def publish(self, report: Report) -> None: ...
+    def publish(
+        self,
+        stats: NodeStats,
+        *,
+        samples: Sequence[StageSample],
+        transferred: Sequence[tuple[int, float]],
+        ends: Sequence[RequestEnd],
+    ) -> None: ...
 
 
 class EventLoop:
@@ -86,10 +93,19 @@ class EventLoop:
             self._port.send((*plan.messages, *replies))
         if plan.batch is not None:
             self._run(plan.batch)
-        self._port.publish(self._scheduler.take_report())
+        self._publish()
         if plan.batch is None:
             self._port.wait(self._tick_s)
         return True
+
+    def _publish(self) -> None:
+        report = self._scheduler.take_report()
+        self._port.publish(
+            report.stats,
+            samples=report.samples,
+            transferred=report.transferred,
+            ends=report.ends,
+        )
 
     def _take_in(self, event: Event, replies: list[AdminDone]) -> None:
         """One fact. A bug it uncovers is logged and counted; it concerns no other fact."""

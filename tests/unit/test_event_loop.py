@@ -1,0 +1,143 @@
+"""The loop: order of a turn, when it sleeps, and what an exception concerns."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from common.event_loop import EventLoop
+from common.events import AdminDone, AdminRequest, Event, FromPeer, FromRouter, Shutdown
+from common.messages import (
+    AbortRequests,
+    Continue,
+    Failed,
+    FailureKind,
+    FlushCache,
+    NodeStats,
+    Pause,
+    PeerHello,
+    Retracted,
+)
+from common.modes import PauseMode
+from common.plan import (
+    Batch,
+    BatchResult,
+    PeerAdded,
+    Sample,
+    ToRouterMsg,
+    TransferEvent,
+    WriteDone,
+)
+from prefill_node.scheduler import PrefillScheduler
+from tests.unit.scheduler.harness import HELLO, destination, generate
+from tests.unit.scheduler.world import PAGE_BYTES, settings
+
+
+class Recorder:
+    """Runner, transfers and port in one; writes down what the loop did, in order."""
+
+    def __init__(self) -> None:
+        self.inbox: list[Event] = []
+        self.facts: list[TransferEvent] = []
+        self.did: list[str] = []
+        self.sent: list[Any] = []
+        self.stats = NodeStats()
+        self.error: Exception | None = None
+
+    def drain(self) -> list[Event]:
+        events, self.inbox = self.inbox, []
+        return events
+
+    def poll(self) -> list[TransferEvent]:
+        facts, self.facts = self.facts, []
+        return facts
+
+    def submit(self, commands: Sequence[object]) -> None:
+        self.did += [type(command).__name__ for command in commands]
+
+    def send(self, messages: Sequence[object]) -> None:
+        self.sent += messages
+        self.did.append("send")
+
+    def run(self, batch: Batch) -> BatchResult:
+        self.did.append("run")
+        if self.error is not None:
+            raise self.error
+        rows = batch.rows
+        return BatchResult(tuple(None if r.sample_index is None else Sample(1) for r in rows))
+
+    def wait(self, timeout_s: float) -> None:
+        self.did.append("wait")
+
+    def publish(self, stats: NodeStats, **_: object) -> None:
+        self.stats = stats
+
+
+def make() -> tuple[EventLoop, Recorder, PrefillScheduler]:
+    recorder = Recorder()
+    scheduler = PrefillScheduler(settings("p", 24), PAGE_BYTES)
+    loop = EventLoop(scheduler, recorder, recorder, recorder, clock=lambda: 0.0)
+    recorder.inbox.append(FromPeer("d", HELLO))
+    recorder.facts.append(PeerAdded("d"))
+    loop.turn()
+    recorder.inbox += [FromRouter("r", generate(1, prompt=10)), FromPeer("d", destination(1, 3))]
+    recorder.did.clear()
+    return loop, recorder, scheduler
+
+
+def test_writes_of_one_chunk_are_submitted_before_the_next_is_computed() -> None:
+    loop, recorder, _ = make()
+    loop.turn()
+    loop.turn()
+    assert recorder.did == ["run", "Write", "run"]
+    loop.turn()
+    assert recorder.did[3:] == ["Write", "send", "wait"]
+
+
+def test_it_sleeps_when_paused_and_answers_after_what_the_verb_caused() -> None:
+    loop, recorder, _ = make()
+    loop.turn()
+    recorder.did.clear()
+    recorder.inbox.append(AdminRequest(7, Pause(PauseMode.RETRACT)))
+    loop.turn()
+    assert recorder.did == ["Write", "send", "wait"]  # the chunk computed before the pause
+    recorder.facts.append(WriteDone(1, 0, 1, 0.1))
+    retracted, done = recorder.sent[-2:]
+    assert retracted == ToRouterMsg("r", Retracted(1))
+    assert isinstance(done, AdminDone)
+    assert (done.ticket, done.ok) == (7, True)
+    recorder.inbox += [
+        AdminRequest(8, Continue()),
+        AdminRequest(9, AbortRequests()),
+    ]
+    loop.turn()
+    recorder.inbox.append(AdminRequest(10, FlushCache()))
+    loop.turn()
+    answers = [m for m in recorder.sent if isinstance(m, AdminDone)]
+    assert [(a.ticket, a.ok) for a in answers] == [(7, True), (8, True), (9, True), (10, True)]
+
+
+def test_a_failed_pass_ends_its_requests_and_the_loop_goes_on() -> None:
+    loop, recorder, scheduler = make()
+    recorder.error = RuntimeError("out of luck")
+    assert loop.turn()
+    recorder.error = None
+    assert loop.turn()
+    failed = [m.body for m in recorder.sent if isinstance(m, ToRouterMsg)]
+    assert isinstance(failed[0], Failed)
+    assert failed[0].kind is FailureKind.ENGINE
+    assert "out of luck" in failed[0].message
+    assert scheduler.kv.num_free == 24
+
+
+def test_a_fact_that_cannot_be_handled_concerns_no_other() -> None:
+    loop, recorder, scheduler = make()
+    bad = PeerHello(fingerprint=None, memory=None, lease_s=1.0)  # type: ignore[arg-type]
+    recorder.inbox.insert(0, FromPeer("x", bad))
+    assert loop.turn()
+    assert scheduler.counters["internal_errors"] == 1
+    assert "run" in recorder.did
+
+
+def test_shutdown_ends_it() -> None:
+    loop, recorder, _ = make()
+    recorder.inbox.append(Shutdown())
+    assert not loop.turn()
