@@ -1,0 +1,118 @@
+"""Settings of the commands that are no node and no router: the local cluster and the chat.
+
+Frozen, parsed once, validated at construction; every field is a flag and its docstring the help.
+"""
+
+import shlex
+from dataclasses import dataclass
+from typing import Literal
+
+from common.config import DEFAULT_MODEL
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """Flags of a cluster on one machine: a router, prefill nodes and decode nodes."""
+
+    model: str = DEFAULT_MODEL
+    """Local folder, Hugging Face id, or the built-in default."""
+    served_model_name: str | None = None
+    """Name clients use; the last part of `model` if not given."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Weights and KV; auto takes the checkpoint's."""
+    max_model_len: int | None = None
+    """Longest prompt plus output in tokens; the model's own limit if not given."""
+    page_size: int = 16
+    """Tokens in a KV page."""
+    num_pages: int | None = None
+    """Pages in each node's pool; sized by the node's --kv-cache-gib if not given."""
+    max_running_requests: int = 64
+    """Requests computing at the same time on a node."""
+    chunk_size: int = 512
+    """Prefill tokens a step, shared by the requests in it."""
+    host: str = "127.0.0.1"
+    """Address of the HTTP endpoint; the nodes stay on the loopback."""
+    port: int = 8000
+    """Port of the HTTP endpoint; 0 takes a free one."""
+    prefill: int = 1
+    """Number of prefill nodes."""
+    decode: int = 1
+    """Number of decode nodes."""
+    prefill_args: str = ""
+    """More flags for each prefill node, quoted as one argument."""
+    decode_args: str = ""
+    """More flags for each decode node, quoted as one argument."""
+    router_args: str = ""
+    """More flags for the router, quoted as one argument."""
+    cpus_prefill: str | None = None
+    """Processors of the prefill nodes: one set for all like 0-3, or one a node like 0;1."""
+    cpus_decode: str | None = None
+    """Processors of the decode nodes, in the same way."""
+    ask: str | None = None
+    """Once ready, ask this and print the model's answer."""
+    restart: bool = True
+    """Start a child again that dies after the cluster was ready."""
+    start_timeout_s: float = 600.0
+    """How long the children may take until a request can be served."""
+    stop_timeout_s: float = 10.0
+    """How long the children may take to end before they are killed."""
+
+    def __post_init__(self) -> None:
+        for field in ("prefill", "decode", "start_timeout_s", "stop_timeout_s"):
+            if getattr(self, field) <= 0:
+                raise ValueError(f"{field} must be positive, not {getattr(self, field)}")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port must be in [0, 65535], not {self.port}")
+        for field in ("prefill_args", "decode_args", "router_args"):
+            try:
+                shlex.split(getattr(self, field))
+            except ValueError as error:
+                raise ValueError(f"{field} cannot be split: {error}") from error
+        for field, nodes in (("cpus_prefill", self.prefill), ("cpus_decode", self.decode)):
+            sets = cpu_sets(getattr(self, field))
+            if len(sets) > 1 and len(sets) != nodes:
+                raise ValueError(f"{field} has {len(sets)} sets for {nodes} nodes")
+            for processors in sets:
+                parse_cpus(processors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """Flags of the terminal chat."""
+
+    url: str = DEFAULT_URL
+    """Base URL of the endpoint."""
+    model: str | None = None
+    """Model to ask; the endpoint's first one if not given."""
+    system: str | None = None
+    """System message that opens the conversation."""
+    max_tokens: int | None = None
+    """Longest answer in tokens; what fits if not given."""
+    temperature: float | None = None
+    """Sampling temperature; the endpoint's default if not given."""
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url must look like {DEFAULT_URL}, not {self.url!r}")
+
+
+def cpu_sets(text: str | None) -> list[str]:
+    """The processor sets of `0-3;4-7`, one string a node; empty if nothing was given."""
+    return [part.strip() for part in text.split(";")] if text else []
+
+
+def parse_cpus(text: str) -> frozenset[int]:
+    """The processors of `0,2-3`. Raises ValueError for anything else."""
+    chosen: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        numbers = [first, last] if dash else [first]
+        if not all(number.strip().isdecimal() for number in numbers):
+            raise ValueError(f"processors look like 0,2-3, not {text!r}")
+        span = range(int(first), int(numbers[-1]) + 1)
+        if not span:
+            raise ValueError(f"processors {part!r} count backwards")
+        chosen.update(span)
+    return frozenset(chosen)
