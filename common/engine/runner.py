@@ -92,14 +92,14 @@ class ModelRunner:
     def _update_slots(self, rows: Sequence[Row]) -> None:
         fresh: list[int] = []
         for row in rows:
+            end = row.start + len(row.token_ids)
+            assert row.token_ids, "a row computes at least one token"
+            assert end <= self._max_model_len, f"position {end - 1} is beyond the model's length"
             if row.init is not None:
                 self._num_pages[row.slot] = 0
                 self._sampler.reset(row.slot, row.init)
             if row.new_pages:
                 fresh += self._append_pages(row)
-            end = row.start + len(row.token_ids)
-            assert row.token_ids, "a row computes at least one token"
-            assert end <= self._max_model_len, f"position {end - 1} is beyond the model's length"
             assert end <= self._num_pages[row.slot] * self._cache.page_size, (
                 f"slot {row.slot} has no page for position {end - 1}"
             )
