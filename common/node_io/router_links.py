@@ -4,6 +4,7 @@ import asyncio
 import functools
 import logging
 import time
+from typing import assert_never
 
 import msgspec
 import zmq
@@ -205,6 +206,8 @@ class RouterLinks:
                 self._desk.ask(verb, functools.partial(self._answer, router, admin_id))
             case Ping():
                 pass  # the link has noted the sign of life
+            case _:
+                assert_never(body)
 
     def _welcomed(self, connection: RouterConnection, router: Incarnation) -> None:
         first = self._linked.get(router)

@@ -161,6 +161,5 @@ class NodeIO:
             self.url, self.side_channel = io.url, io.side_channel
             self._started.set()
             await io.beat()
-            self._flush()
         finally:
             await io.close()

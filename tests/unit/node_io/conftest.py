@@ -16,3 +16,8 @@ def context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
 @pytest.fixture
 def router(context: "zmq.Context[zmq.Socket[bytes]]") -> FakeRouter:
     return FakeRouter(context)
+
+
+@pytest.fixture
+def other_router(context: "zmq.Context[zmq.Socket[bytes]]") -> FakeRouter:
+    return FakeRouter(context, "r2")

@@ -21,8 +21,17 @@ from common.messages import (
     Retracted,
     Welcome,
 )
+from common.node_io.addresses import Endpoint
 from common.plan import ToRouterMsg
-from tests.unit.node_io.rig import REGISTRATION, SILENCE_S, Engine, FakeRouter, decode, eventually
+from tests.unit.node_io.rig import (
+    HEARTBEAT_S,
+    REGISTRATION,
+    SILENCE_S,
+    Engine,
+    FakeRouter,
+    decode,
+    eventually,
+)
 
 
 def joined(engine: Engine, router: FakeRouter) -> Hello:
@@ -166,6 +175,43 @@ def test_one_router_behind_two_addresses_is_linked_once(router: FakeRouter) -> N
         assert not any(isinstance(e.body, Hello) for e in router.got[-5:]), "they fight"
         router.say(Abort(8), to="d1")
         assert engine.get(FromRouter).body == Abort(8)
+
+
+def test_a_router_that_comes_late_is_not_met_by_a_pile_of_hellos(router: FakeRouter) -> None:
+    router.socket.close(0)
+    with decode(router.address) as engine:
+        engine.io.announce(REGISTRATION)
+        time.sleep(8 * HEARTBEAT_S)
+        router.restart("r1")
+        router.await_body(Hello)
+        router.say(Welcome(), to="d1")
+        router.await_body(Heartbeat)
+        assert sum(isinstance(e.body, Hello) for e in router.got) <= 2
+
+
+def test_routers_behind_a_name_are_followed(
+    router: FakeRouter, other_router: FakeRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = {Endpoint.parse(router.address)}
+
+    async def look_up(endpoint: Endpoint) -> frozenset[Endpoint]:
+        assert endpoint == Endpoint("routers.example", 1)
+        return frozenset(named)
+
+    monkeypatch.setattr("common.node_io.router_links.expand", look_up)
+    with decode("tcp://routers.example:1", resolve_s=0.05) as engine:
+        joined(engine, router)
+        named.add(Endpoint.parse(other_router.address))
+        other_router.welcome()
+        named.remove(Endpoint.parse(router.address))
+        time.sleep(0.15)
+        router.say(Abort(1), to="d1")
+        assert engine.get(FromRouter).router == "r1", "still linked: a name may flicker"
+        engine.get(RouterLost, lambda lost: lost.router == "r1")
+        while router.receive(4 * HEARTBEAT_S):
+            pass
+        assert router.receive(SILENCE_S) is None, "forgotten: nobody greets there any more"
+        other_router.await_body(Hello)
 
 
 def test_goodbye_is_the_last_word(router: FakeRouter) -> None:
