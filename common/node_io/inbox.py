@@ -13,12 +13,13 @@ class Inbox:
     """Events in order, and an eventfd that any thread may ring.
 
     One thread drains and waits (the engine); any thread puts and wakes. `deque` makes append and
-    popleft atomic; the lock only keeps a late `wake` off a closed, perhaps reused, descriptor.
+    popleft atomic; the lock only keeps a late `wake` off a closed, perhaps reused, descriptor. It
+    is reentrant because a signal handler may wake the very thread that is just closing.
     """
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._fd: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)

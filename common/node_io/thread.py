@@ -23,7 +23,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class NodeIO:
-    """Owns the I/O thread. Everything but `wake` is for one thread: the engine's."""
+    """Owns the I/O thread. Everything but `wake` and `ask_to_end` is for the engine's thread."""
 
     def __init__(self, identity: NodeIdentity, settings: IOSettings, peers: PeerSide) -> None:
         """`peers`: `PeerServer` for a prefill node, `PeerDialler` for a decode node.
@@ -95,6 +95,10 @@ class NodeIO:
     def wake(self) -> None:
         """Interrupt `wait`; any thread may call this."""
         self._inbox.wake()
+
+    def ask_to_end(self) -> None:
+        """Let the engine find a `Shutdown`; any thread or signal handler may call this."""
+        self._inbox.put(Shutdown())
 
     def send(self, messages: Sequence[Outgoing | AdminDone]) -> None:
         """Hand messages over; never blocks. Order is kept on each link."""
