@@ -12,6 +12,7 @@ from common.config import DecodeConfig, PrefillConfig
 from common.modes import DisaggregationMode
 from deploy.errors import StartupError
 from deploy.flags import parse_flags
+from deploy.process import die_with_supervisor
 
 
 def _prefill(args: Sequence[str]) -> int:
@@ -72,6 +73,7 @@ COMMANDS: Mapping[str, Command] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. 2 means that the user must change something."""
+    die_with_supervisor()
     args = list(sys.argv[1:] if argv is None else argv)
     name = args[0] if args else ""
     if name in ("", "-h", "--help"):

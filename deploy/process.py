@@ -1,0 +1,50 @@
+"""What a process does to itself at start: die with its supervisor, stay on its processors."""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Mapping
+
+from deploy.config import parse_cpus
+from deploy.errors import StartupError
+
+_SUPERVISOR = "PDSERVE_SUPERVISOR"
+_PR_SET_PDEATHSIG = 1
+
+
+def supervised_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """`base` for a child that should call `die_with_supervisor`."""
+    return {**base, _SUPERVISOR: str(os.getpid())}
+
+
+def die_with_supervisor() -> None:
+    """Have the kernel kill this process when its supervisor ends, even by `kill -9` (Linux).
+
+    Does nothing for a process that no supervisor started.
+    """
+    supervisor = os.environ.pop(_SUPERVISOR, None)
+    if supervisor is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(supervisor):
+        # It ended before the kernel knew of our wish.
+        sys.exit("the supervisor is gone")
+
+
+def pin_to(cpus: str | None) -> None:
+    """Keep this process, and threads it starts from now on, on the processors of `0,2-3`.
+
+    Raises:
+        StartupError: not a processor set, or processors that this machine does not give us.
+    """
+    if cpus is None:
+        return
+    try:
+        wanted = parse_cpus(cpus)
+    except ValueError as error:
+        raise StartupError(f"cpus: {error}") from error
+    available = os.sched_getaffinity(0)
+    if not wanted <= available:
+        raise StartupError(f"cpus: {cpus} is not among {sorted(available)}")
+    os.sched_setaffinity(0, wanted)

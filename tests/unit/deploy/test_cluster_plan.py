@@ -1,0 +1,115 @@
+"""Which processes a cluster consists of, and that every child's flags are checked beforehand."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from common.config import DecodeConfig, PrefillConfig
+from deploy.cluster import ClusterPlan, default_threads, plan_cluster
+from deploy.config import ClusterConfig
+from deploy.errors import StartupError
+from deploy.flags import parse_flags
+from router.config import RouterConfig
+
+MODEL = Path("/models/m")
+
+
+def args_of(plan: ClusterPlan, name: str) -> list[str]:
+    (child,) = (child for child in plan.children if child.name == name)
+    return list(child.command[4:])
+
+
+def prefill(plan: ClusterPlan, number: int) -> PrefillConfig:
+    return parse_flags(PrefillConfig, "", args_of(plan, f"prefill-{number}"))
+
+
+def decode(plan: ClusterPlan, number: int) -> DecodeConfig:
+    return parse_flags(DecodeConfig, "", args_of(plan, f"decode-{number}"))
+
+
+def router(plan: ClusterPlan) -> RouterConfig:
+    return parse_flags(RouterConfig, "", args_of(plan, "router"))
+
+
+def test_children_agree_on_where_to_meet_and_what_to_serve() -> None:
+    plan = plan_cluster(ClusterConfig(model="org/name", prefill=2, decode=3, port=0), MODEL)
+    names = ["router", "prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"]
+    assert [child.name for child in plan.children] == names
+    assert [child.essential for child in plan.children] == [True] + [False] * 5
+    assert plan.num_nodes == 5
+    at = router(plan)
+    assert at.node_port != 0
+    assert plan.url == f"http://127.0.0.1:{at.port}"
+    for config in (at, prefill(plan, 1), decode(plan, 2)):
+        assert (config.model, config.served_model_name) == (str(MODEL), "name")
+    for node in (prefill(plan, 0), decode(plan, 0)):
+        assert node.router == (f"tcp://127.0.0.1:{at.node_port}",)
+        assert node.port == 0
+    assert decode(plan, 2).name == "decode-2"
+
+
+def test_shared_settings_reach_every_node() -> None:
+    shared = {"dtype": "float32", "max_model_len": 64, "page_size": 8, "num_pages": 32}
+    config = ClusterConfig(**shared, max_running_requests=4, chunk_size=128)  # type: ignore[arg-type]
+    plan = plan_cluster(config, MODEL)
+    for node in (prefill(plan, 0), decode(plan, 0)):
+        assert {name: getattr(node, name) for name in shared} == shared
+        assert (node.max_running_requests, node.chunk_size) == (4, 128)
+
+
+def test_more_flags_of_a_role_come_last_and_win() -> None:
+    config = ClusterConfig(
+        prefill_args="--chunk-size 64 --ucx-tls tcp",
+        decode_args="--reserve-pages 2 --router tcp://other:1",
+        router_args="--max-n 3",
+    )
+    plan = plan_cluster(config, MODEL)
+    assert (prefill(plan, 0).chunk_size, prefill(plan, 0).ucx_tls) == (64, "tcp")
+    assert (decode(plan, 0).chunk_size, decode(plan, 0).reserve_pages) == (512, 2)
+    assert decode(plan, 0).router[1:] == ("tcp://other:1",)
+    assert router(plan).max_n == 3
+
+
+def test_processors_are_placed_and_give_the_thread_count() -> None:
+    config = ClusterConfig(prefill=2, decode=2, cpus_prefill="0;1-3", cpus_decode="4,6")
+    plan = plan_cluster(config, MODEL)
+    nodes = [prefill(plan, 0), prefill(plan, 1), decode(plan, 0), decode(plan, 1)]
+    assert [node.cpus for node in nodes] == ["0", "1-3", "4,6", "4,6"]
+    assert [node.threads for node in nodes] == [1, 3, 2, 2]
+
+
+def test_without_placement_the_processors_are_shared_out() -> None:
+    plan = plan_cluster(ClusterConfig(), MODEL)
+    expected = default_threads(len(os.sched_getaffinity(0)), 2)
+    assert [prefill(plan, 0).threads, decode(plan, 0).threads] == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("processors", "nodes", "threads"), [(1, 2, 1), (2, 2, 1), (4, 2, 2), (8, 2, 3), (16, 4, 3)]
+)
+def test_default_threads(processors: int, nodes: int, threads: int) -> None:
+    assert default_threads(processors, nodes) == threads
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ClusterConfig(prefill_args="--nonsense 1"), "prefill-0: .*--nonsense"),
+        (ClusterConfig(decode_args="--page-size 0"), "decode-0: .*page_size must be positive"),
+        (ClusterConfig(router_args="--max-n x"), "router: .*--max-n"),
+        (ClusterConfig(host="192.0.2.1", port=0), "cannot listen on 192.0.2.1"),
+    ],
+)
+def test_a_childs_wrong_flag_is_told_before_anything_starts(
+    config: ClusterConfig, message: str
+) -> None:
+    with pytest.raises(StartupError, match=message):
+        plan_cluster(config, MODEL)
+
+
+def test_an_open_host_is_announced_by_an_address_that_can_be_dialled() -> None:
+    plan = plan_cluster(ClusterConfig(host="0.0.0.0"), MODEL)
+    assert plan.url == "http://127.0.0.1:8000"
+    assert router(plan).host == "0.0.0.0"
+    assert prefill(plan, 0).host == "127.0.0.1"
