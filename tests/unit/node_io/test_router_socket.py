@@ -7,7 +7,7 @@ import time
 import pytest
 import zmq
 
-from common.events import AdminDone, AdminRequest, FromRouter, RouterLost
+from common.events import AdminDone, AdminRequest, FromRouter, RouterLost, Shutdown
 from common.messages import (
     Abort,
     Admin,
@@ -30,7 +30,6 @@ from tests.unit.node_io.rig import (
     Engine,
     FakeRouter,
     decode,
-    eventually,
 )
 
 
@@ -228,5 +227,6 @@ def test_wake_interrupts_wait_from_any_thread(router: FakeRouter) -> None:
         began = time.monotonic()
         engine.io.wait(5.0)
         assert time.monotonic() - began < 2.0
-        engine.io.wait(0.0)
-        eventually(lambda: not engine.io.drain())
+        engine.io.ask_to_end()
+        engine.io.wait(5.0)
+        assert engine.io.drain() == [Shutdown()]
