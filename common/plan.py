@@ -111,7 +111,18 @@ class Write:
     notification: bytes
 
 
-TransferCommand = AddPeer | RemovePeer | RenewLease | Write
+@dataclass(frozen=True, slots=True)
+class ExpectWrites:
+    """A hint: peers' writes into this node are due (`on`), or none is.
+
+    It sets how closely the backend watches for them, never whether they arrive: without it the
+    first of a quiet node's notifications comes some tens of milliseconds late.
+    """
+
+    on: bool
+
+
+TransferCommand = AddPeer | RemovePeer | RenewLease | Write | ExpectWrites
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,9 @@ import msgspec
 
 from common.messages import Fingerprint, PeerMemory
 
+MAX_PAGES = 1 << 24
+"""More pages than any real pool has: what a peer claims sizes arrays here."""
+
 
 def mismatch(ours: Fingerprint, theirs: Fingerprint) -> str | None:
     """The first field in which two fingerprints differ, with both values; None if none does."""
@@ -22,6 +25,8 @@ def memory_problem(memory: PeerMemory, page_bytes: int) -> str | None:
         return f"page_bytes differs: {page_bytes} here, {memory.page_bytes} on the peer"
     if memory.num_pages <= 0 or memory.base_address <= 0:
         return f"no usable pool: {memory.num_pages} pages at {memory.base_address:#x}"
+    if memory.num_pages > MAX_PAGES:
+        return f"{memory.num_pages} pages are more than {MAX_PAGES}"
     if memory.base_address + memory.num_pages * memory.page_bytes >= 1 << 64:
         return "the pool exceeds the address space"
     return None

@@ -1,0 +1,290 @@
+"""The in-process twin of the NIXL backend: real copies between pools, faults at will.
+
+Nothing happens by itself. A `MemoryFabric` connects the backends of one process, counts steps as
+its only time and moves every posted write on at each `step`; with `auto_step` each `poll` makes
+one. All choices come from its seed, so a run repeats exactly. A write copies its pages one by one,
+in a random order, over the steps until it is due: whoever frees or reads a page too early gets
+wrong bytes, as on a network.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from common.messages import Incarnation, PeerMemory
+from common.plan import TransferCommand, TransferEvent, Write
+from transfer.poster import Poster, WriteState
+
+CLOSED = "this node's transfer is closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What happens to the writes posted from now on; probabilities are drawn per write."""
+
+    delay: tuple[int, int] = (0, 0)
+    """Least and most steps between the post and the landing; unequal delays reorder writes."""
+    failure: float = 0.0
+    """The connection breaks under the write; some of its pages have been copied."""
+    hang: float = 0.0
+    """Neither lands nor fails until `land_hung`, or until either side dies."""
+    lost_acknowledgement: float = 0.0
+    """Lands and notifies, yet its sender is told that the connection broke."""
+
+
+@dataclass(slots=True)
+class Endpoint:
+    """One backend's place in the fabric."""
+
+    name: str
+    pool: memoryview
+    page_bytes: int
+    inbox: list[bytes] = field(default_factory=list)
+    wake: Callable[[], None] | None = None
+
+    def page(self, page_id: int) -> memoryview:
+        return self.pool[page_id * self.page_bytes : (page_id + 1) * self.page_bytes]
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A posted write. `remaining` pairs (source page, target page) are not copied yet."""
+
+    source: Endpoint
+    target: str
+    write: Write
+    remaining: list[tuple[int, int]]
+    due: int
+    fails: bool
+    hangs: bool
+    acknowledged: bool
+    state: WriteState = WriteState.POSTED
+    error: str = ""
+
+
+class MemoryFabric:
+    """The network between the `MemoryTransfer`s of one process; several threads may use it."""
+
+    def __init__(
+        self, seed: int = 0, faults: Faults | None = None, *, auto_step: bool = True
+    ) -> None:
+        self.faults = faults or Faults()
+        """Assign another one at any time."""
+        self.auto_step = auto_step
+        self.lock = threading.RLock()
+        self._random = random.Random(seed)
+        self._endpoints: dict[str, Endpoint] = {}
+        self._flights: list[Flight] = []
+        self._now = 0
+
+    @property
+    def num_flights(self) -> int:
+        """Writes that are posted and have not ended."""
+        return len(self._flights)
+
+    def step(self) -> None:
+        """One unit of time: each posted write copies a page, or ends if it is due."""
+        with self.lock:
+            self._now += 1
+            flights = list(self._flights)
+            self._random.shuffle(flights)
+            for flight in flights:
+                self._advance(flight)
+
+    def land_hung(self) -> int:
+        """Let hung writes go on, as a stopped process does that is continued; says how many."""
+        with self.lock:
+            hung = [flight for flight in self._flights if flight.hangs]
+            for flight in hung:
+                flight.hangs = False
+            return len(hung)
+
+    def kill(self, agent_name: str) -> None:
+        """An agent's process is gone: writes into it break, its own stop where they are."""
+        with self.lock:
+            self.detach(agent_name)
+
+    # ------------------------------------------------------------ for the backends
+
+    def attach(self, endpoint: Endpoint) -> None:
+        with self.lock:
+            if endpoint.name in self._endpoints:
+                raise ValueError(f"agent {endpoint.name!r} exists already")
+            self._endpoints[endpoint.name] = endpoint
+
+    def detach(self, agent_name: str) -> None:
+        with self.lock:
+            self._endpoints.pop(agent_name, None)
+            self._flights = [f for f in self._flights if f.source.name != agent_name]
+
+    def is_attached(self, agent_name: str) -> bool:
+        return agent_name in self._endpoints
+
+    def post(self, source: Endpoint, target: str, write: Write) -> Flight:
+        """Raises ConnectionError if either side is gone."""
+        with self.lock:
+            for name in (source.name, target):
+                if name not in self._endpoints:
+                    raise ConnectionError(f"agent {name!r} is gone")
+            faults, draw = self.faults, self._random
+            pairs = list(zip(write.source_pages, write.target_pages, strict=True))
+            draw.shuffle(pairs)
+            flight = Flight(
+                source,
+                target,
+                write,
+                pairs,
+                due=self._now + draw.randint(*faults.delay),
+                fails=draw.random() < faults.failure,
+                hangs=draw.random() < faults.hang,
+                acknowledged=draw.random() >= faults.lost_acknowledgement,
+            )
+            self._flights.append(flight)
+            return flight
+
+    # ------------------------------------------------------------ movement
+
+    def _advance(self, flight: Flight) -> None:
+        target = self._endpoints.get(flight.target)
+        if target is None:
+            self._end(flight, f"agent {flight.target!r} is gone")
+        elif flight.hangs:
+            return
+        elif self._now < flight.due:
+            if len(flight.remaining) > 1:
+                self._copy(flight, target)
+        elif flight.fails:
+            for _ in range(self._random.randrange(len(flight.remaining) + 1)):
+                self._copy(flight, target)
+            self._end(flight, "the connection broke (planted)")
+        else:
+            while flight.remaining:
+                self._copy(flight, target)
+            target.inbox.append(flight.write.notification)
+            if target.wake is not None:
+                target.wake()
+            lost = "the connection broke (planted) after the bytes"
+            self._end(flight, None if flight.acknowledged else lost)
+
+    def _copy(self, flight: Flight, target: Endpoint) -> None:
+        source_page, target_page = flight.remaining.pop()
+        target.page(target_page)[:] = flight.source.page(source_page)
+
+    def _end(self, flight: Flight, error: str | None) -> None:
+        self._flights.remove(flight)
+        flight.state = WriteState.LANDED if error is None else WriteState.BROKEN
+        flight.error = error or ""
+        if flight.source.wake is not None:
+            flight.source.wake()
+
+
+class MemoryAgent:
+    """The write primitives over a fabric."""
+
+    def __init__(self, fabric: MemoryFabric, endpoint: Endpoint) -> None:
+        self._fabric = fabric
+        self._endpoint = endpoint
+
+    @staticmethod
+    def metadata(agent_name: str) -> bytes:
+        return b"memory:" + agent_name.encode()
+
+    def add_peer(self, memory: PeerMemory) -> None:
+        if memory.metadata != self.metadata(memory.agent_name):
+            raise ValueError("the agent metadata is damaged")
+        if not self._fabric.is_attached(memory.agent_name):
+            raise ConnectionError(f"agent {memory.agent_name!r} is gone")
+
+    def remove_peer(self, memory: PeerMemory) -> None:
+        """A fabric keeps nothing for a pair of agents."""
+
+    def post(self, memory: PeerMemory, write: Write) -> Flight:
+        return self._fabric.post(self._endpoint, memory.agent_name, write)
+
+    def state(self, handle: Flight) -> WriteState:
+        return handle.state
+
+    def error(self, handle: Flight) -> str:
+        return handle.error
+
+    def notifications(self) -> list[bytes]:
+        arrived, self._endpoint.inbox = self._endpoint.inbox, []
+        return arrived
+
+
+class MemoryTransfer:
+    """A `TransferBackend` without threads: work is done inside `submit`, `poll` and `fabric.step`.
+
+    `pool` is writable bytes, `num_pages * page_bytes` of them (a numpy array's or a bytearray's
+    view). `clock` judges leases only.
+    """
+
+    def __init__(
+        self,
+        fabric: MemoryFabric,
+        pool: memoryview,
+        page_bytes: int,
+        incarnation: Incarnation,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        flat = pool.cast("B")
+        if flat.readonly or len(flat) % page_bytes or not len(flat):
+            raise ValueError(f"{len(flat)} bytes are not writable pages of {page_bytes}")
+        name = f"pdserve-{incarnation}"
+        num_pages = len(flat) // page_bytes
+        self._fabric = fabric
+        self._endpoint = Endpoint(name, flat, page_bytes)
+        agent = MemoryAgent(fabric, self._endpoint)
+        # A stand-in for an address: pages are found by id, and 0 would be no usable pool.
+        self._memory = PeerMemory(
+            agent_name=name,
+            metadata=agent.metadata(name),
+            base_address=page_bytes,
+            num_pages=num_pages,
+            page_bytes=page_bytes,
+        )
+        self._poster = Poster(agent, num_pages, page_bytes, clock)
+        self._closed = False
+        fabric.attach(self._endpoint)
+
+    @property
+    def memory(self) -> PeerMemory:
+        return self._memory
+
+    def start(self, wake: Callable[[], None]) -> None:
+        self._endpoint.wake = wake
+
+    def submit(self, commands: Sequence[TransferCommand]) -> None:
+        with self._fabric.lock:
+            if self._closed:
+                self._poster.refuse(commands, CLOSED)
+            else:
+                for command in commands:
+                    self._poster.handle(command)
+        self._wake()
+
+    def poll(self) -> list[TransferEvent]:
+        with self._fabric.lock:
+            if not self._closed:
+                if self._fabric.auto_step:
+                    self._fabric.step()
+                self._poster.progress()
+                if self._fabric.auto_step and self._poster.num_posted:
+                    self._wake()  # time passes only in polls: come back
+            return self._poster.take_events()
+
+    def close(self) -> None:
+        with self._fabric.lock:
+            if self._closed:
+                return
+            self._poster.progress()
+            self._fabric.detach(self._endpoint.name)
+            self._poster.abandon(CLOSED)
+            self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._endpoint.wake is not None:
+            self._endpoint.wake()

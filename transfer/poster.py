@@ -1,0 +1,292 @@
+"""The transfer contract over any one-sided write library: peers, leases, and each write's one end.
+
+`Poster` is what the backends share. It knows no thread, clock or library of its own: commands go
+in, `progress` asks the library how posted writes fare, events come out.
+
+A peer's life here::
+
+    AddPeer ──▶ known ──RemovePeer / break──▶ leaving ──last posted write ended──▶ forgotten
+                  ▲                              │ commands that come meanwhile wait
+                  └───────── they take effect ◀──┘ and start over with the forgotten peer
+
+The library's side of a peer (connection, descriptor lists, metadata) is dropped in one piece, and
+only when none of its writes is posted: a library may free what a running write still uses.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Generic, Protocol, TypeVar, assert_never
+
+from common.messages import Incarnation, PeerMemory
+from common.plan import (
+    AddPeer,
+    ExpectWrites,
+    Notified,
+    PeerAdded,
+    PeerFailed,
+    RemovePeer,
+    RenewLease,
+    TransferCommand,
+    TransferEvent,
+    Write,
+    WriteDone,
+    WriteFailed,
+)
+from transfer.handshake import memory_problem, page_ids_problem
+
+log = logging.getLogger(__name__)
+
+Handle = TypeVar("Handle")
+
+
+def describe(error: Exception) -> str:
+    """An exception as one line of an event."""
+    return f"{type(error).__name__}: {error}"
+
+
+class WriteState(Enum):
+    """How a posted write fares; `BROKEN` and `LANDED` are final and free its handle."""
+
+    POSTED = auto()
+    LANDED = auto()
+    BROKEN = auto()
+
+
+class WriteAgent(Protocol[Handle]):
+    """The primitives of a write library, used by one thread. What a method raises is a break."""
+
+    def add_peer(self, memory: PeerMemory) -> None:
+        """Make a pool writable; leaves nothing behind when it raises."""
+        ...
+
+    def remove_peer(self, memory: PeerMemory) -> None:
+        """Drop all that `add_peer` made. Not called while a write to the peer is posted."""
+        ...
+
+    def post(self, memory: PeerMemory, write: Write) -> Handle:
+        """Start a write; may block. Nothing is posted when it raises."""
+        ...
+
+    def state(self, handle: Handle) -> WriteState:
+        """Ask once; not called again after a final answer."""
+        ...
+
+    def error(self, handle: Handle) -> str:
+        """Why a write is `BROKEN`."""
+        ...
+
+    def notifications(self) -> list[bytes]:
+        """Those that came since the last call."""
+        ...
+
+
+@dataclass(slots=True)
+class _Peer:
+    memory: PeerMemory
+    lease_until: float | None = None
+    num_posted: int = 0
+    leaving: bool = False
+    waiting: list[TransferCommand] = field(default_factory=list)
+    """An `AddPeer` that came while `leaving`, and what followed; handled when it is forgotten."""
+
+
+@dataclass(slots=True)
+class _Posted(Generic[Handle]):
+    write: Write
+    peer: _Peer
+    handle: Handle
+    posted_at: float
+
+
+class Poster(Generic[Handle]):
+    """Keeps the contract of `transfer.base` on top of a `WriteAgent`; not thread-safe."""
+
+    def __init__(
+        self,
+        agent: WriteAgent[Handle],
+        num_pages: int,
+        page_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._agent = agent
+        self._num_pages = num_pages
+        self._page_bytes = page_bytes
+        self._clock = clock
+        self._peers: dict[Incarnation, _Peer] = {}
+        self._posted: list[_Posted[Handle]] = []
+        self._events: deque[TransferEvent] = deque()
+        self.expecting = False
+        """Whether peers' writes into this side are due (`ExpectWrites`)."""
+
+    @property
+    def num_posted(self) -> int:
+        return len(self._posted)
+
+    @property
+    def num_peers(self) -> int:
+        return len(self._peers)
+
+    def take_events(self) -> list[TransferEvent]:
+        """What happened since the last call, oldest first."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    # ------------------------------------------------------------ commands
+
+    def handle(self, command: TransferCommand) -> None:
+        """Carry out one command; may block as long as the library's post does."""
+        if isinstance(command, ExpectWrites):
+            self.expecting = command.on
+            return
+        peer = self._peers.get(command.peer)
+        if peer is not None and peer.leaving:
+            if peer.waiting or isinstance(command, AddPeer):
+                peer.waiting.append(command)
+                return
+            peer = None
+        match command:
+            case AddPeer():
+                self._add(command, peer)
+            case RemovePeer(incarnation):
+                if peer is not None:
+                    self._leave(incarnation, peer)
+            case RenewLease(_, until):
+                if peer is not None:
+                    peer.lease_until = until
+            case Write():
+                self._write(command, peer)
+            case _:
+                assert_never(command)
+
+    def _add(self, command: AddPeer, known: _Peer | None) -> None:
+        if known is not None and known.memory == command.memory:
+            self._events.append(PeerAdded(command.peer))
+            return
+        if known is not None:
+            known.waiting.append(command)
+            self._leave(command.peer, known)
+            return
+        name = command.memory.agent_name
+        problem = memory_problem(command.memory, self._page_bytes)
+        if any(peer.memory.agent_name == name for peer in self._peers.values()):
+            problem = f"agent name {name!r} belongs to another peer"
+        if problem is None:
+            try:
+                self._agent.add_peer(command.memory)
+            except Exception as error:  # whatever a foreign library says of foreign bytes
+                problem = describe(error)
+        if problem is not None:
+            self._events.append(PeerFailed(command.peer, problem))
+            return
+        self._peers[command.peer] = _Peer(command.memory)
+        self._events.append(PeerAdded(command.peer))
+
+    def _write(self, write: Write, peer: _Peer | None) -> None:
+        if peer is None:
+            self._fail(write, "the peer is unknown")
+            return
+        refusal = self._refusal(write, peer)
+        if refusal is not None:
+            self._fail(write, refusal)
+            return
+        posted_at = self._clock()
+        try:
+            handle = self._agent.post(peer.memory, write)
+        except Exception as error:
+            self._fail(write, describe(error))
+            self._break(write.peer, peer, describe(error))
+            return
+        peer.num_posted += 1
+        self._posted.append(_Posted(write, peer, handle, posted_at))
+
+    def _fail(self, write: Write, error: str) -> None:
+        self._events.append(WriteFailed(write.room, write.chunk, error))
+
+    def _refusal(self, write: Write, peer: _Peer) -> str | None:
+        """Why nothing may be posted. The lease is read last: it is the one that runs out."""
+        if not write.source_pages or len(write.source_pages) != len(write.target_pages):
+            return f"{len(write.source_pages)} pages into {len(write.target_pages)}"
+        problem = page_ids_problem(write.source_pages, self._num_pages)
+        if problem is not None:
+            return f"source: {problem}"
+        problem = page_ids_problem(write.target_pages, peer.memory.num_pages)
+        if problem is not None:
+            return f"target: {problem}"
+        if peer.lease_until is None or self._clock() >= peer.lease_until:
+            return "the peer's lease is over"
+        return None
+
+    # ------------------------------------------------------------ progress
+
+    def progress(self) -> None:
+        """One round: how do the posted writes fare, and what did peers' writes bring?"""
+        if self._posted:
+            ended = [p for p in self._posted if self._ask(p)]
+            if ended:
+                gone = {id(p) for p in ended}
+                self._posted = [p for p in self._posted if id(p) not in gone]
+        self._events.extend(Notified(payload) for payload in self._agent.notifications())
+
+    def _ask(self, posted: _Posted[Handle]) -> bool:
+        """Whether the write ended; its event and its peer's are recorded."""
+        state = self._agent.state(posted.handle)
+        if state is WriteState.POSTED:
+            return False
+        write, peer = posted.write, posted.peer
+        peer.num_posted -= 1
+        if state is WriteState.LANDED:
+            num_bytes = len(write.source_pages) * self._page_bytes
+            seconds = self._clock() - posted.posted_at
+            self._events.append(WriteDone(write.room, write.chunk, num_bytes, seconds))
+            if peer.leaving:
+                self._forget_if_drained(write.peer, peer)
+        else:
+            error = self._agent.error(posted.handle)
+            self._fail(write, error)
+            self._break(write.peer, peer, error)
+        return True
+
+    def _break(self, incarnation: Incarnation, peer: _Peer, error: str) -> None:
+        if not peer.leaving:
+            self._events.append(PeerFailed(incarnation, error))
+        self._leave(incarnation, peer)
+
+    def _leave(self, incarnation: Incarnation, peer: _Peer) -> None:
+        peer.leaving = True
+        self._forget_if_drained(incarnation, peer)
+
+    def _forget_if_drained(self, incarnation: Incarnation, peer: _Peer) -> None:
+        if peer.num_posted:
+            return
+        del self._peers[incarnation]
+        try:
+            self._agent.remove_peer(peer.memory)
+        except Exception as error:
+            # A leak in the library and nothing more: a peer's next incarnation has a new name.
+            log.warning("could not drop agent %s: %s", peer.memory.agent_name, describe(error))
+        for command in peer.waiting:
+            self.handle(command)
+
+    # ------------------------------------------------------------ the end
+
+    def abandon(self, reason: str) -> None:
+        """End everything that has not ended, on the way to destroying the library's agent.
+
+        The caller hands the events out only when that is done.
+        """
+        for posted in self._posted:
+            self._fail(posted.write, reason)
+        for peer in self._peers.values():
+            self.refuse(peer.waiting, reason)
+        self._posted = []
+        self._peers = {}
+
+    def refuse(self, commands: Iterable[TransferCommand], reason: str) -> None:
+        """End commands that will not be carried out."""
+        for command in commands:
+            if isinstance(command, Write):
+                self._fail(command, reason)
