@@ -127,7 +127,7 @@ class Layer:
         self._qk_norm = weights.qk_norm
         self._qkv = linears.make(weights.qkv, weights.qkv_bias)
         self._output = linears.make(weights.output, weights.output_bias)
-        self._gate_up = linears.make(weights.gate_up, weights.gate_up_bias)
+        self._gate_up = linears.make(weights.gate_up, weights.gate_up_bias, wide=True)
         self._down = linears.make(weights.down, weights.down_bias)
 
     def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

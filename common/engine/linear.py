@@ -42,27 +42,32 @@ class Linear:
 class UpcastLinear(Linear):
     """The same for bfloat16 weights on a CPU without bfloat16 arithmetic; see the module.
 
+    `x` may be bfloat16 or float32 and `y` is bfloat16, or with `wide` what the product gives
+    (float32 when converted in time): for a consumer that takes either, this saves two passes.
     `scratch` is a flat float32 tensor that all layers of a model may share: it holds nothing
     between two calls, so one thread at a time may call any of them.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, scratch: Tensor) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, scratch: Tensor, *, wide: bool = False
+    ) -> None:
         super().__init__(weight, bias)
         out_features, in_features = weight.shape
         assert scratch.numel() >= in_features, "the scratch must hold a row of weights"
         self._rows_a_slab = min(out_features, scratch.numel() // in_features)
         self._slab = scratch[: self._rows_a_slab * in_features].view(-1, in_features)
         self._bias32 = None if bias is None else bias.float()
+        self._out_dtype = torch.float32 if wide else weight.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] <= MAX_DIRECT_ROWS:
-            return functional.linear(x, self.weight, self.bias)
+            return functional.linear(x.to(self.weight.dtype), self.weight, self.bias)
         out_features = self.weight.shape[0]
         if self._rows_a_slab == out_features:
             self._slab.copy_(self.weight)
-            return functional.linear(x.float(), self._slab, self._bias32).to(x.dtype)
+            return functional.linear(x.float(), self._slab, self._bias32).to(self._out_dtype)
         x32 = x.float()
-        y = x.new_empty(x.shape[0], out_features)
+        y = x.new_empty(x.shape[0], out_features, dtype=self._out_dtype)
         for first in range(0, out_features, self._rows_a_slab):
             last = min(first + self._rows_a_slab, out_features)
             slab = self._slab[: last - first].copy_(self.weight[first:last])
@@ -78,10 +83,10 @@ class LinearFactory:
         self._native = has_native_bfloat16() if native_bfloat16 is None else native_bfloat16
         self._scratch: Tensor | None = None
 
-    def make(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Both tensors must hold their final values already."""
+    def make(self, weight: Tensor, bias: Tensor | None = None, *, wide: bool = False) -> Linear:
+        """Both tensors must hold their final values already; for `wide` see `UpcastLinear`."""
         if self._native or weight.dtype is not torch.bfloat16 or weight.device.type != "cpu":
             return Linear(weight, bias)
         if self._scratch is None:
             self._scratch = torch.empty(SLAB_ELEMENTS)
-        return UpcastLinear(weight, bias, self._scratch)
+        return UpcastLinear(weight, bias, self._scratch, wide=wide)

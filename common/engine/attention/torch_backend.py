@@ -127,13 +127,9 @@ class TorchAttention:
     def _decode(self, layer: int, query: Tensor, plan: DecodePlan) -> Tensor:
         count = plan.num_sequences
         gathered = self._cache.gather(layer, plan.gather, count)
+        keys, values = gathered.narrow(3, 0, plan.num_keys).unbind(0)
         grouped = query.view(count, self._cache.num_kv_heads, self._group, query.shape[-1])
-        attended = scaled_dot_product_attention(
-            grouped,
-            gathered[0, :, :, : plan.num_keys],
-            gathered[1, :, :, : plan.num_keys],
-            attn_mask=plan.mask,
-        )
+        attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=plan.mask)
         return attended.reshape(count, self._num_heads * query.shape[-1])
 
     # ------------------------------------------------------------ planning

@@ -19,6 +19,8 @@ def test_upcast_linear_equals_a_float32_product(rows: int, bias: bool, scratch_r
     got = linear(x)
     assert got.dtype is torch.bfloat16
     torch.testing.assert_close(got.float(), want, rtol=1e-2, atol=1e-2)
+    wide = UpcastLinear(weight, offset, torch.empty(scratch_rows * 24 + 5), wide=True)
+    torch.testing.assert_close(wide(x.float()).float(), want, rtol=1e-2, atol=1e-2)
 
 
 def test_the_factory_converts_only_where_it_pays() -> None:

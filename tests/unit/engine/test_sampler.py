@@ -183,6 +183,8 @@ def test_greedy_choice_equals_a_naive_reference(
     min_tokens: int,
 ) -> None:
     logits = random_logits(seed)
+    # What was drawn before cannot have been banned by min_tokens then.
+    stop_token_ids = tuple({int(logits.argmax()), 4} - set(outputs))
     sampling = params(
         temperature=0.0,
         repetition_penalty=repetition,
@@ -190,7 +192,7 @@ def test_greedy_choice_equals_a_naive_reference(
         frequency_penalty=frequency,
         logit_bias=bias,
         min_tokens=min_tokens,
-        stop_token_ids=(int(logits.argmax()), 4),
+        stop_token_ids=stop_token_ids,
     )
     # Half of the outputs are known at the start, the others are drawn (forced) one by one.
     half = len(outputs) // 2
@@ -199,7 +201,7 @@ def test_greedy_choice_equals_a_naive_reference(
     for index, token in enumerate(outputs[half:], start=half):
         forced = torch.full((1, VOCAB), -1e6)
         forced[0, token] = 1e6
-        sampler.sample(forced, [Draw(0, index)])
+        assert sampler.sample(forced, [Draw(0, index)])[0].token_id == token
     got = sampler.sample(logits.unsqueeze(0), [Draw(0, len(outputs))])[0].token_id
 
     want = logits.double().tolist()
