@@ -112,6 +112,8 @@ class PeerServer:
             return
         if isinstance(body, PeerHello):
             link = self._peers.greet(peer, routing_id, now)
+            # Its echo is the first lease, so it must overtake the welcome that lets decode begin.
+            self.send(peer, Ping(stamp=now))
         else:
             known = self._peers.hear(peer, routing_id, now)
             if known is None:

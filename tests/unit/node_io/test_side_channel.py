@@ -103,6 +103,17 @@ def test_a_destination_carries_the_newest_ping() -> None:
         assert (sent.lease_s, sent.room, sent.pages) == (10.0, 5, [1, 2])
 
 
+def test_already_the_first_destination_renews_a_lease() -> None:
+    """Else prefill could post nothing until the next heartbeat."""
+    with prefill() as p, decode() as d:
+        shake_hands(p, d)
+        d.io.send([ToPeerMsg("p1", Destination(room=5, pages=[1]))])
+        sent = p.get(FromPeer, is_destination).body
+        assert isinstance(sent, Destination)
+        assert sent.lease_s == 10.0
+        assert sent.heard > 0
+
+
 def test_a_paused_prefill_says_so_and_says_when_it_is_over() -> None:
     with prefill() as p, decode() as d:
         shake_hands(p, d)
