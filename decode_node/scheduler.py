@@ -42,7 +42,16 @@ from common.messages import (
     ToPrefill,
     decode_notification,
 )
-from common.plan import Notified, PeerAdded, Row, Sample, SlotInit, WriteDone, WriteFailed
+from common.plan import (
+    ExpectWrites,
+    Notified,
+    PeerAdded,
+    Row,
+    Sample,
+    SlotInit,
+    WriteDone,
+    WriteFailed,
+)
 from common.scheduler import Scheduler, SchedulerSettings, rooms
 from common.tombstones import Ending, Tombstone
 from decode_node.admission import fits, reserve
@@ -65,6 +74,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         self.aborting_queue = self.queues[State.ABORTING]
         self.links = PrefillLinks(self._outbox)
         self._reserve_pages = reserve_pages
+        self._expecting = False
 
     @property
     def running_batch(self) -> Collection[DecodeReq]:
@@ -93,6 +103,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         for req in self.prealloc_queue.snapshot():
             if self.links.want(req.prefill, req.prefill_address) and not blocked:
                 blocked = not self._preallocate(req)
+        self._watch_for_writes()
         self._sync_links()
 
     def _preallocate(self, req: DecodeReq) -> bool:
@@ -116,6 +127,12 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             room=req.room, pages=list(req.pages), weight_version=self.settings.weight_version
         )
         self._outbox.to_peer(req.prefill, destination)
+
+    def _watch_for_writes(self) -> None:
+        expecting = bool(len(self.transfer_queue) or len(self.aborting_queue))
+        if expecting != self._expecting:
+            self._expecting = expecting
+            self._outbox.transfer(ExpectWrites(expecting))
 
     def _sync_links(self) -> None:
         for peer in self.links.due_for_sync(self._now, self.settings.sync_s):

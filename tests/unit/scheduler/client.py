@@ -53,6 +53,14 @@ class Client:
                 return tokens[: index + 1]
         return tokens
 
+    def check(self) -> None:
+        """It was answered once, with the undisturbed tokens (or, aborted, their beginning)."""
+        if self.ends != 1:
+            raise Violation(f"{self.rid} ended {self.ends} times")
+        expected = self.expected()[: len(self.output) if self.aborted else None]
+        if self.output != expected:
+            raise Violation(f"{self.rid}: {self.output} is not {expected}")
+
 
 class ModelRouter:
     def __init__(self, world: World) -> None:
@@ -191,10 +199,4 @@ class ModelRouter:
     def check(self) -> None:
         """Every client was answered once, with the undisturbed tokens."""
         for client in self.clients:
-            if client.ends != 1:
-                raise Violation(f"{client.rid} ended {client.ends} times")
-            expected = client.expected()
-            if client.aborted:
-                expected = expected[: len(client.output)]
-            if client.output != expected:
-                raise Violation(f"{client.rid}: {client.output} is not {expected}")
+            client.check()

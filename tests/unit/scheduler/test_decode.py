@@ -20,7 +20,7 @@ from common.messages import (
     Tokens,
 )
 from common.modes import PauseMode
-from common.plan import Notified
+from common.plan import ExpectWrites, Notified
 from tests.unit.scheduler.harness import Driven, decode, generate, landed, running
 from tests.unit.scheduler.world import FINGERPRINT, World
 
@@ -213,3 +213,11 @@ def test_a_request_whose_link_is_down_does_not_hold_back_the_others() -> None:
     node.peer(PeerWelcome(fingerprint=FINGERPRINT), "p")
     node.step()
     assert [d.room for d in node.said(Destination)] == [2]
+
+
+def test_the_backend_is_told_while_writes_are_due() -> None:
+    node = transferring(1)
+    node.fact(landed(1))
+    node.step()
+    node.step()
+    assert [hint.on for hint in node.sent(ExpectWrites)] == [True, False]

@@ -5,10 +5,13 @@ import random
 import pytest
 
 from common.modes import PauseMode
+from tests.unit.scheduler.client import ModelRouter
 from tests.unit.scheduler.model import VOCAB
+from tests.unit.scheduler.real_router import RealRouter
 from tests.unit.scheduler.world import World
 
 SEEDS = 150
+Router = type[ModelRouter] | type[RealRouter]
 
 
 def disturb(world: World, chance: random.Random) -> None:
@@ -44,7 +47,7 @@ def disturb(world: World, chance: random.Random) -> None:
             pass
 
 
-def run(seed: int, steps: int = 120) -> World:
+def run(seed: int, steps: int = 120, router: Router = ModelRouter) -> World:
     chance = random.Random(seed)
     world = World(
         seed,
@@ -54,6 +57,7 @@ def run(seed: int, steps: int = 120) -> World:
         loss=chance.choice([0.0, 0.05, 0.3]),
         repeat=chance.choice([0.0, 0.2]),
         reorder=chance.random() < 0.5,
+        router=router,
     )
     for _ in range(steps):
         if chance.random() < 0.5:
@@ -64,9 +68,10 @@ def run(seed: int, steps: int = 120) -> World:
     return world
 
 
+@pytest.mark.parametrize("router", [ModelRouter, RealRouter])
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_nothing_is_lost_or_leaked(seed: int) -> None:
-    run(seed)
+def test_nothing_is_lost_or_leaked(seed: int, router: Router) -> None:
+    run(seed, router=router)
 
 
 def test_the_fuzz_reaches_what_it_is_for() -> None:

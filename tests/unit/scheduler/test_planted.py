@@ -3,17 +3,29 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from common.kv_cache.page_pool import PageLeak
 from common.lifecycle import IllegalTransition
-from common.messages import FailureKind, Incarnation, Room, RoomFailed, TokenLogprob
+from common.messages import (
+    FailureKind,
+    Incarnation,
+    Room,
+    RoomFailed,
+    TokenLogprob,
+    TokenOutput,
+)
 from common.scheduler import Scheduler
 from decode_node.request import DecodeReq
 from decode_node.scheduler import DecodeScheduler
 from prefill_node.request import PrefillReq
 from prefill_node.scheduler import PrefillScheduler
+from router.dispatcher import Dispatcher
+from router.policies import Pair
+from router.requests import Job
 from tests.unit.scheduler import test_decode, test_prefill
+from tests.unit.scheduler.real_router import RealRouter
 from tests.unit.scheduler.test_fuzz import run
 
 NOTICED = (AssertionError, IllegalTransition, PageLeak, KeyError, IndexError, AttributeError)
@@ -22,6 +34,11 @@ NOTICED = (AssertionError, IllegalTransition, PageLeak, KeyError, IndexError, At
 def fuzz(seeds: int = 150) -> None:
     for seed in range(seeds):
         run(seed)
+
+
+def fuzz_with_the_real_router() -> None:
+    for seed in range(20):
+        run(seed, router=RealRouter)
 
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -119,6 +136,27 @@ def token_emitted_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_emit", planted)
 
 
+def router_takes_repeated_tokens(patch: pytest.MonkeyPatch) -> None:
+    original = Dispatcher.on_tokens
+
+    def planted(self: Dispatcher, node: Incarnation, output: TokenOutput, now: float) -> None:
+        found = self._rooms.get(output.room)
+        have = output.index if found is None else len(found.output_ids)
+        original(self, node, msgspec.structs.replace(output, index=have), now)
+
+    patch.setattr(Dispatcher, "on_tokens", planted)
+
+
+def router_forgets_what_was_emitted(patch: pytest.MonkeyPatch) -> None:
+    original = Dispatcher._start
+
+    def planted(self: Dispatcher, job: Job, pair: Pair, now: float) -> None:
+        job.output_ids.clear()
+        original(self, job, pair, now)
+
+    patch.setattr(Dispatcher, "_start", planted)
+
+
 @pytest.mark.parametrize(
     ("plant", "check"),
     [
@@ -128,6 +166,8 @@ def token_emitted_twice(patch: pytest.MonkeyPatch) -> None:
         (decode_frees_at_once, fuzz),
         (token_zero_not_repeated, test_decode.test_prefill_may_die_right_after_its_last_write),
         (token_emitted_twice, fuzz),
+        (router_takes_repeated_tokens, fuzz_with_the_real_router),
+        (router_forgets_what_was_emitted, fuzz_with_the_real_router),
         (
             stale_incarnation_accepted,
             test_decode.test_a_notification_of_another_incarnation_counts_for_nothing,

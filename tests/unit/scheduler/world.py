@@ -30,6 +30,7 @@ from common.messages import (
 from common.plan import (
     AddPeer,
     DialPeer,
+    ExpectWrites,
     HangUp,
     Notified,
     Outgoing,
@@ -48,6 +49,7 @@ from decode_node.scheduler import DecodeScheduler
 from prefill_node.scheduler import PrefillScheduler
 from tests.unit.scheduler.client import ModelRouter
 from tests.unit.scheduler.model import PAGE, VOCAB, FakeRunner, Memory, PostedWrite, Violation
+from tests.unit.scheduler.real_router import RealRouter
 
 ROUTER = "router-1"
 FINGERPRINT = Fingerprint(
@@ -112,6 +114,7 @@ class World:
         loss: float = 0.0,
         repeat: float = 0.0,
         reorder: bool = False,
+        router: type[ModelRouter] | type[RealRouter] = ModelRouter,
         **overrides: Any,
     ) -> None:
         self.random = random.Random(seed)
@@ -122,7 +125,7 @@ class World:
         self.wire: list[tuple[Incarnation, Incarnation, Any]] = []
         self.writes: list[PostedWrite] = []
         self.born = 0
-        self.router = ModelRouter(self)
+        self.router = router(self)
         for _ in range(prefills):
             self.add_prefill()
         for _ in range(decodes):
@@ -333,6 +336,8 @@ class World:
                 else:
                     due = self.now + self.random.uniform(0, POST_S)
                     self.writes.append(PostedWrite(name, command, due))
+            case ExpectWrites():
+                pass
 
     def land(self) -> None:
         for posted in [w for w in self.writes if w.due <= self.now]:

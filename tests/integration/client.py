@@ -1,0 +1,116 @@
+"""A bare asynchronous client of the router, for tests."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+
+
+class Client:
+    """One session against one endpoint."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self.url = url
+        self._session = session
+
+    async def post(self, path: str, body: object = None) -> tuple[int, Any]:
+        async with self._session.post(self.url + path, json=body if body is not None else {}) as r:
+            return r.status, await r.json()
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self._session.get(self.url + path) as r:
+            text = await r.text()
+            return r.status, json.loads(text) if text.startswith(("{", "[")) else text
+
+    async def tokens(self, prompt: list[int], count: int, **sampling: Any) -> list[int]:
+        """Exactly `count` greedy tokens, not streamed."""
+        status, answer = await self.post("/generate", self._body(prompt, count, sampling))
+        assert status == 200, answer
+        ids: list[int] = answer["output_ids"]
+        return ids
+
+    async def stream(
+        self,
+        prompt: list[int],
+        count: int,
+        on_chunk: Callable[[int], object] | None = None,
+        **sampling: Any,
+    ) -> list[int]:
+        """The same, streamed; `on_chunk` hears how many tokens there are after each chunk."""
+        body = self._body(prompt, count, sampling) | {"stream": True}
+        ids: list[int] = []
+        async with self._session.post(self.url + "/generate", json=body) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                data = line.decode().strip().removeprefix("data: ")
+                if not data or data == "[DONE]":
+                    continue
+                chunk = json.loads(data)
+                assert "error" not in chunk, chunk
+                grown = chunk["output_ids"]
+                assert grown[: len(ids)] == ids
+                ids = grown
+                if on_chunk is not None:
+                    on_chunk(len(ids))
+        return ids
+
+    @staticmethod
+    def _body(prompt: list[int], count: int, sampling: dict[str, Any]) -> dict[str, Any]:
+        params = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True} | sampling
+        return {"input_ids": prompt, "sampling_params": params}
+
+    async def nodes(self) -> list[dict[str, Any]]:
+        _, info = await self.get("/get_server_info")
+        nodes: list[dict[str, Any]] = info["nodes"]
+        return nodes
+
+    async def node_info(self, node: dict[str, Any]) -> dict[str, Any]:
+        """A node's own `/server_info`."""
+        async with self._session.get(node["url"] + "/server_info") as response:
+            info: dict[str, Any] = await response.json()
+            return info
+
+    async def counter(self, name: str) -> int:
+        """One scheduler counter, summed over all nodes."""
+        infos = [await self.node_info(node) for node in await self.nodes()]
+        return sum(info["stats"].get("counters", {}).get(name, 0) for info in infos)
+
+    async def all_idle(self) -> bool:
+        """No node holds a request or a page."""
+        infos = [await self.node_info(node) for node in await self.nodes()]
+        return all(_idle(info["stats"]) for info in infos)
+
+    async def wait_idle(self, timeout_s: float = 30.0) -> None:
+        """Until every node is empty with all its pages free or cached."""
+        await eventually(self.all_idle, timeout_s, self.nodes)
+
+
+def _idle(stats: dict[str, Any]) -> bool:
+    free = stats.get("free_pages", 0) + stats.get("cached_pages", 0)
+    return free == stats["num_pages"] and not any(stats.get("queues", {}).values())
+
+
+async def eventually(
+    check: Callable[[], Awaitable[bool]],
+    timeout_s: float,
+    explain: Callable[[], Awaitable[object]] | None = None,
+) -> None:
+    """Wait until `check` holds; fail with what `explain` says when it never does."""
+    deadline = time.monotonic() + timeout_s
+    while not await check():
+        if time.monotonic() > deadline:
+            why = await explain() if explain is not None else ""
+            raise AssertionError(f"not within {timeout_s} s: {why}")
+        await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def client(url: str, timeout_s: float = 90.0) -> AsyncIterator[Client]:
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        yield Client(url, session)

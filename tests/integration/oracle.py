@@ -1,0 +1,41 @@
+"""What transformers answers greedily in float32: the truth that a cluster must tell too."""
+
+import random
+from functools import cache
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_models import VOCAB_SIZE
+
+
+class Oracle:
+    """Greedy continuations by transformers, end-of-sequence ids ignored."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._answer = cache(self._generate)
+
+    def answer(self, prompt: list[int], count: int) -> list[int]:
+        """`count` token ids after `prompt`."""
+        return self._answer(tuple(prompt), count)
+
+    def _generate(self, prompt: tuple[int, ...], count: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        output = self._model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        answer: list[int] = output[0, len(prompt) :].tolist()
+        return answer
+
+
+def random_prompt(chance: random.Random, length: int) -> list[int]:
+    """Token ids without the special ones."""
+    return [chance.randrange(3, VOCAB_SIZE) for _ in range(length)]
