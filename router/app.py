@@ -1,0 +1,125 @@
+"""Composition of the router: reads the model's folder, opens both sockets, runs until cancelled."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import SystemRandom
+from uuid import uuid4
+
+from aiohttp import web
+
+from router.config import RouterConfig
+from router.dispatcher import Dispatcher, Limits
+from router.errors import unavailable
+from router.http import shield_errors
+from router.metrics import RouterMetrics
+from router.nodes import NodeRegistry
+from router.openai_api import OpenAIApi
+from router.policies import make_choice
+from router.prepare import Preparer
+from router.replay import ReplayLimits
+from router.server_api import ServerApi
+from router.service import RouterService
+from router.sglang_api import SglangApi
+from router.tokens import load_codec, load_model_info
+
+log = logging.getLogger("router")
+
+SHUTDOWN_S = 2.0
+"""How long open answers may take to leave at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where a started router is reached."""
+
+    http_url: str
+    node_address: str
+
+
+async def serve(
+    config: RouterConfig,
+    model_path: Path,
+    *,
+    ready: Callable[[Listening], None] | None = None,
+) -> None:
+    """Run a router until this task is cancelled; `ready` is called once both sockets listen.
+
+    On cancellation every unfinished request is answered 503 and aborted on its nodes.
+
+    Raises:
+        UnusableModelFolder: there is no usable tokenizer in `model_path`.
+        OSError: an address cannot be bound.
+    """
+    random = SystemRandom()  # rooms and seeds must not repeat between routers or restarts
+    codec = load_codec(model_path)
+    info = load_model_info(model_path, codec)
+    name = config.served_model_name or config.model.rstrip("/").rpartition("/")[2]
+    metrics = RouterMetrics()
+    registry = NodeRegistry(f"router-{uuid4().hex}", config.node_timeout_s)
+    dispatcher = Dispatcher(
+        registry,
+        _limits(config),
+        choose_prefill=make_choice(config.prefill_policy, random),
+        choose_decode=make_choice(config.decode_policy, random),
+        random=random,
+    )
+    service = RouterService(
+        registry,
+        dispatcher,
+        metrics,
+        heartbeat_s=config.heartbeat_s,
+        admin_timeout_s=config.admin_timeout_s,
+    )
+    preparer = Preparer(codec, info, registry, config, name, random)
+    app = _application(config, service, preparer, metrics)
+    runner = web.AppRunner(
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S
+    )
+    try:
+        node_port = service.start(config.node_host, config.node_port)
+        await runner.setup()
+        site = web.TCPSite(runner, config.host, config.port)
+        await site.start()
+        port = runner.addresses[0][1]
+        listening = Listening(
+            f"http://{config.host}:{port}", f"tcp://{config.node_host}:{node_port}"
+        )
+        log.info("HTTP on %s, nodes on %s", listening.http_url, listening.node_address)
+        if ready is not None:
+            ready(listening)
+        await asyncio.Event().wait()
+    finally:
+        service.fail_all(unavailable("the router is shutting down", "shutting_down"))
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)  # the handlers write their last words
+        await runner.cleanup()
+        await service.stop()
+
+
+def _application(
+    config: RouterConfig, service: RouterService, preparer: Preparer, metrics: RouterMetrics
+) -> web.Application:
+    app = web.Application(
+        client_max_size=config.max_body_bytes, middlewares=[shield_errors(metrics)]
+    )
+    app.add_routes(OpenAIApi(service, preparer, metrics).routes())
+    app.add_routes(SglangApi(service, preparer, metrics, config.health_timeout_s).routes())
+    app.add_routes(ServerApi(service, preparer, metrics).routes())
+    return app
+
+
+def _limits(config: RouterConfig) -> Limits:
+    return Limits(
+        max_requests=config.max_requests,
+        node_wait_s=config.node_wait_s,
+        request_timeout_s=config.request_timeout_s,
+        replay=ReplayLimits(
+            max_after_death=config.max_replays_after_death,
+            max_after_fault=config.max_replays_after_fault,
+            backoff_s=config.backoff_s,
+        ),
+    )

@@ -1,0 +1,76 @@
+"""The chat template that a model brings along, rendered in a sandbox.
+
+Templates are written for transformers' renderer: a Jinja environment without whitespace around
+blocks, with `raise_exception`, `strftime_now`, loop controls and a `tojson` that does not escape
+HTML. The same is given here: transformers itself imports torch, for which a router has no use.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class ChatTemplateError(ValueError):
+    """These messages cannot be rendered; says why."""
+
+
+class ChatTemplate:
+    """A compiled template with the special tokens that it may name."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols"],
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ChatTemplateError(f"the model's chat template is broken: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text.
+
+        Raises:
+            ChatTemplateError: the template refuses the messages or fails on them.
+        """
+        variables: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens}
+        variables.update(extra or {})
+        try:
+            return self._template.render(
+                **{
+                    **variables,
+                    "messages": list(messages),
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except TemplateError as error:
+            raise ChatTemplateError(str(error)) from error
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            raise ChatTemplateError(f"the chat template failed: {error}") from error
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)

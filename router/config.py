@@ -1,0 +1,91 @@
+"""Router settings: frozen, parsed once by the command line, validated at construction.
+
+Every field is a flag (`node_timeout_s` is `--node-timeout-s`) and its docstring the flag's help.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from common.config import DEFAULT_MODEL
+
+PolicyName = Literal["random", "round_robin", "least_loaded"]
+
+_POSITIVE = (
+    "max_requests",
+    "max_n",
+    "max_choices",
+    "max_body_bytes",
+    "node_timeout_s",
+    "heartbeat_s",
+    "node_wait_s",
+    "request_timeout_s",
+    "admin_timeout_s",
+    "health_timeout_s",
+    "backoff_s",
+)
+_NOT_NEGATIVE = ("max_replays_after_death", "max_replays_after_fault", "max_logprobs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Flags of the router."""
+
+    model: str = DEFAULT_MODEL
+    """Model whose tokenizer is used: local folder, Hugging Face id, or the built-in default."""
+    served_model_name: str | None = None
+    """Name clients use; the last part of `model` if not given."""
+    host: str = "127.0.0.1"
+    """Address of the HTTP endpoint."""
+    port: int = 8000
+    """Port of the HTTP endpoint; 0 takes a free one."""
+    node_host: str = "127.0.0.1"
+    """Address that nodes dial."""
+    node_port: int = 8001
+    """Port that nodes dial; 0 takes a free one."""
+    prefill_policy: PolicyName = "least_loaded"
+    """How a prefill node is chosen."""
+    decode_policy: PolicyName = "least_loaded"
+    """How a decode node is chosen."""
+    max_requests: int = 4096
+    """Unfinished choices held at once; more are answered 429."""
+    max_n: int = 64
+    """Largest `n` of a request."""
+    max_choices: int = 1024
+    """Largest number of prompts times `n` of a request."""
+    max_body_bytes: int = 16 * 1024 * 1024
+    """Largest request body; more is answered 413."""
+    max_logprobs: int = 20
+    """Largest number of alternatives reported per token."""
+    node_timeout_s: float = 3.0
+    """Silence after which a node is given up and its requests are replayed elsewhere."""
+    heartbeat_s: float = 0.5
+    """Between two signs of life sent to each node."""
+    node_wait_s: float = 30.0
+    """How long an accepted request waits for a node when none is left; then 503."""
+    request_timeout_s: float = 3600.0
+    """Longest life of a request; the pause counts."""
+    admin_timeout_s: float = 30.0
+    """How long an administrative verb waits for the nodes' replies."""
+    health_timeout_s: float = 20.0
+    """How long /health_generate waits for its token."""
+    max_replays_after_death: int = 2
+    """Replays of a request whose node died: a poisonous request kills a node each time."""
+    max_replays_after_fault: int = 5
+    """Replays after a failed transfer, a lost message or a refusal."""
+    backoff_s: float = 0.1
+    """First wait before a replay after a fault; doubles each time, with jitter."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe log lines that are written."""
+
+    def __post_init__(self) -> None:
+        for field in _POSITIVE:
+            if getattr(self, field) <= 0:
+                raise ValueError(f"{field} must be positive, not {getattr(self, field)}")
+        for field in _NOT_NEGATIVE:
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field} must not be negative, not {getattr(self, field)}")
+        for field in ("port", "node_port"):
+            if not 0 <= getattr(self, field) < 65536:
+                raise ValueError(f"{field} must be in [0, 65535], not {getattr(self, field)}")
+        if self.heartbeat_s >= self.node_timeout_s:
+            raise ValueError("heartbeat_s must be shorter than node_timeout_s")

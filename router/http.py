@@ -1,0 +1,96 @@
+"""What all HTTP handlers share: bodies in and out, errors in one shape, request ids, counting."""
+
+import logging
+import re
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from router.errors import ApiError, internal, invalid
+from router.metrics import RouterMetrics
+
+log = logging.getLogger("router.http")
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+_encode = msgspec.json.Encoder().encode
+
+
+def json_response(
+    body: Any, status: int = 200, headers: dict[str, str] | None = None
+) -> web.Response:
+    return web.Response(
+        body=_encode(body), status=status, content_type="application/json", headers=headers
+    )
+
+
+def error_response(error: ApiError) -> web.Response:
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
+    return json_response(error.body(), error.status, headers)
+
+
+def request_id(request: web.Request, given: str | None = None) -> str:
+    """The client's name for its request, from the header or the body, or a new one.
+
+    Raises:
+        ApiError: 400 where it cannot be a header.
+    """
+    name = request.headers.get("X-Request-Id") or given
+    if not name:
+        return uuid4().hex
+    if not _REQUEST_ID.fullmatch(name):
+        message = "a request id is 1 to 256 printable ASCII characters without spaces"
+        raise invalid(message, "rid" if name == given else "x-request-id")
+    return name
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The whole body; aiohttp refuses what is over the limit."""
+    return await request.read()
+
+
+def shield_errors(metrics: RouterMetrics) -> Middleware:
+    """Middleware: what a handler raises becomes an OpenAI error body; every answer is counted."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            response = await handler(request)
+        except ApiError as error:
+            response = error_response(error)
+        except web.HTTPException as error:
+            response = error_response(_from_http(request, error))
+        except ConnectionError:
+            raise  # the client is gone: nobody to answer
+        except Exception:
+            log.exception("%s %s failed", request.method, request.path)
+            response = error_response(internal("internal error", "internal_error"))
+        metrics.on_response(_route(request), response.status)
+        return response
+
+    return middleware
+
+
+def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
+    match error.status:
+        case 404:
+            message = f"there is no {request.path[:200]}"
+        case 405:
+            message = f"{request.path[:200]} does not take {request.method}"
+        case 413:
+            message = "the body is larger than this router allows"
+        case _:
+            message = error.text or error.reason
+    return ApiError(error.status, message, code=_CODES.get(error.status))
+
+
+_CODES = {404: "unknown_url", 405: "method_not_allowed", 413: "body_too_large"}
+
+
+def _route(request: web.Request) -> str:
+    resource = request.match_info.route.resource
+    return "unknown" if resource is None else resource.canonical

@@ -1,0 +1,130 @@
+"""The router's numbers for Prometheus. Nothing else in the router knows Prometheus.
+
+Counts that pure parts keep are copied when they are read; a histogram is written when it happens.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.requests import Job
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_LATENCY = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+    120,
+    300,
+)
+
+
+class RouterMetrics:
+    """Owns a registry of its own, so that several routers can live in one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        registry = self.registry
+        self._requests = Counter(
+            "pdserve_router_requests", "Ended choices.", ["outcome"], registry=registry
+        )
+        self._http = Counter(
+            "pdserve_router_http_responses", "HTTP answers.", ["path", "code"], registry=registry
+        )
+        self._refusals = Counter(
+            "pdserve_router_refusals",
+            "Requests refused, by HTTP code.",
+            ["code"],
+            registry=registry,
+        )
+        self._replays = Counter(
+            "pdserve_router_replayed_requests", "Ended choices with replays.", registry=registry
+        )
+        self._prompt_tokens = Counter(
+            "pdserve_router_prompt_tokens", "Prompt tokens of ended choices.", registry=registry
+        )
+        self._cached_tokens = Counter(
+            "pdserve_router_cached_tokens", "Prompt tokens prefill had cached.", registry=registry
+        )
+        self._output_tokens = Counter(
+            "pdserve_router_output_tokens", "Tokens emitted.", registry=registry
+        )
+        self._ttft = _histogram("time_to_first_token", "From acceptance to first token.", registry)
+        self._inter_token = _histogram("inter_token", "Between two tokens of a choice.", registry)
+        self._e2e = _histogram("request", "From acceptance to the end.", registry)
+        self._queue = _histogram("queue", "From acceptance to the first dispatch.", registry)
+        self.open_streams = Gauge(
+            "pdserve_router_open_streams", "Streaming answers under way.", registry=registry
+        )
+
+    def attach(self, collector: Collector) -> None:
+        """Add numbers that are read when someone asks."""
+        self.registry.register(collector)
+
+    def on_tokens(self, count: int, waited_s: float, *, first: bool) -> None:
+        """Some tokens of a job were accepted after a wait."""
+        self._output_tokens.inc(count)
+        if first:
+            self._ttft.observe(waited_s)
+        elif count:
+            self._inter_token.observe(waited_s / count)
+
+    def on_end(self, job: Job) -> None:
+        """A job ended."""
+        times = job.times
+        self._requests.labels(job.outcome).inc()
+        self._prompt_tokens.inc(len(job.prompt_ids))
+        self._cached_tokens.inc(job.cached_tokens)
+        if job.replays:
+            self._replays.inc()
+        if times.dispatched is not None:
+            self._queue.observe(times.dispatched - times.accepted)
+        if times.ended is not None:
+            self._e2e.observe(times.ended - times.accepted)
+
+    def on_response(self, path: str, code: int) -> None:
+        """An HTTP answer was begun. `path` is a route, never what a client made up."""
+        self._http.labels(path, str(code)).inc()
+        if code >= 400:
+            self._refusals.labels(str(code)).inc()
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+def _histogram(name: str, help_text: str, registry: CollectorRegistry) -> Histogram:
+    full = f"pdserve_router_{name}_seconds"
+    return Histogram(full, help_text, buckets=_LATENCY, registry=registry)
+
+
+def counter_family(name: str, help_text: str, label: str, counts: Mapping[str, int]) -> Metric:
+    """Counts kept elsewhere, one label."""
+    family = CounterMetricFamily(f"pdserve_router_{name}", help_text, labels=[label])
+    for value, count in sorted(counts.items()):
+        family.add_metric([value], count)
+    return family
+
+
+def gauge_family(
+    name: str, help_text: str, labels: list[str], values: Iterable[tuple[list[str], float]]
+) -> Metric:
+    """Current values kept elsewhere."""
+    family = GaugeMetricFamily(f"pdserve_router_{name}", help_text, labels=labels)
+    for label_values, value in values:
+        family.add_metric(label_values, value)
+    return family

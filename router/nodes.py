@@ -1,0 +1,273 @@
+"""Which nodes there are, judged from what they say and from their silence. Pure.
+
+              Hello                       silence > timeout, Goodbye
+    unknown ─────────▶ linked ───────────────────────────────────────▶ given up
+                        │  ▲                                              │
+       cannot be reached│  │ Hello                                        │ anything it says is
+                        ▼  │                                              │ answered "greet me"
+                      unlinked ── silence > timeout ──▶ given up ◀────────┘
+
+Identity is the incarnation: two nodes may share a name, and a restarted node is a new one. Numbers
+count from 1 with each Hello on the way up and from 1 with each Welcome on the way down; a jump on
+the way up means that messages were lost, so every attempt on that node has failed.
+
+"Greet me" is a `Ping` numbered 0: to a node it is a gap, or a new router, and both make it end the
+rooms it holds for this router and say Hello.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from common.messages import (
+    WIRE_VERSION,
+    Envelope,
+    Fingerprint,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Incarnation,
+    NodeState,
+    NodeStats,
+    Ping,
+    ToNode,
+    ToRouter,
+    Welcome,
+)
+from common.modes import DisaggregationMode
+
+REMEMBERED_NODES = 1024
+"""Given-up incarnations that are told to reset when they come back."""
+
+
+class Loss(StrEnum):
+    """Why the attempts on a node are over."""
+
+    SILENT = "silent"
+    UNREACHABLE = "unreachable"
+    LEFT = "left"
+    """It said goodbye."""
+    RELINKED = "relinked"
+    """It said Hello again: it holds nothing of ours any more."""
+    GAP = "gap"
+    """Messages on the way here were lost."""
+
+    @property
+    def is_death(self) -> bool:
+        """Whether the node's process may have died, perhaps of the request."""
+        return self in (Loss.SILENT, Loss.UNREACHABLE)
+
+
+@dataclass(slots=True)
+class Node:
+    """One linked incarnation."""
+
+    incarnation: Incarnation
+    hello: Hello
+    routing_id: bytes
+    heard_at: float
+    stats: NodeStats = field(default_factory=NodeStats)
+    step_age_s: float = 0.0
+    state: NodeState = NodeState.READY
+    linked: bool = True
+    next_from: int = 2
+    sent: int = 0
+
+    @property
+    def role(self) -> DisaggregationMode:
+        return self.hello.role
+
+    @property
+    def takes_work(self) -> bool:
+        return self.linked and self.state is NodeState.READY
+
+    @property
+    def stays(self) -> bool:
+        """Whether it works, or will again after a pause."""
+        return self.linked and self.state is not NodeState.DRAINING
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that the node's whole page pool holds."""
+        return self.hello.num_pages * self.hello.fingerprint.page_size
+
+    def number(self) -> int:
+        """The next message's number on the way down."""
+        self.sent += 1
+        return self.sent
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What one envelope means; handled in the order of the fields."""
+
+    loss: Loss | None = None
+    """The sender's attempts are over."""
+    joined: bool = False
+    welcome: Welcome | None = None
+    """Answer to the sender, as its first numbered message."""
+    greet_me: bool = False
+    """Answer `Ping` number 0, so that the sender says Hello."""
+    dropped: str | None = None
+    """Why the body was ignored: a counter's name."""
+    body: ToRouter | None = None
+
+
+class NodeRegistry:
+    """All nodes by incarnation."""
+
+    def __init__(self, me: Incarnation, timeout_s: float) -> None:
+        self.me = me
+        self._timeout_s = timeout_s
+        self._nodes: dict[Incarnation, Node] = {}
+        self._given_up: OrderedDict[Incarnation, Loss] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def get(self, incarnation: Incarnation) -> Node | None:
+        return self._nodes.get(incarnation)
+
+    def all(self) -> tuple[Node, ...]:
+        return tuple(self._nodes.values())
+
+    def of_role(self, role: DisaggregationMode) -> tuple[Node, ...]:
+        return tuple(node for node in self._nodes.values() if node.role is role)
+
+    def named(self, name: str) -> tuple[Node, ...]:
+        return tuple(node for node in self._nodes.values() if node.hello.name == name)
+
+    # ------------------------------------------------------------ what nodes say
+
+    def receive(self, routing_id: bytes, envelope: Envelope[ToRouter], now: float) -> Received:
+        """Judge one envelope: addressee, sender, number; take in what concerns the node itself."""
+        source, body = envelope.source, envelope.body
+        if not source:
+            return Received(dropped="garbage_frames")
+        if isinstance(body, Hello):
+            return self._on_hello(routing_id, envelope, body, now)
+        node = self._nodes.get(source)
+        if envelope.to != self.me or node is None or not node.linked:
+            left = self._given_up.get(source) is Loss.LEFT
+            return Received(dropped="stale_node_messages", greet_me=not left)
+        if envelope.seq < node.next_from:
+            return Received(dropped="stale_node_messages")
+        loss = None if envelope.seq == node.next_from else Loss.GAP
+        node.next_from = envelope.seq + 1
+        node.heard_at = now
+        node.routing_id = routing_id
+        match body:
+            case Heartbeat(stats=stats, step_age_s=age):
+                node.stats, node.state, node.step_age_s = stats, stats.state, age
+            case Goodbye():
+                self._give_up(source, Loss.LEFT)
+                return Received(loss=Loss.LEFT)
+            case _:
+                pass
+        return Received(loss=loss, body=body)
+
+    def _on_hello(
+        self, routing_id: bytes, envelope: Envelope[ToRouter], hello: Hello, now: float
+    ) -> Received:
+        if envelope.to not in ("", self.me):
+            return Received(dropped="stale_node_messages", greet_me=True)
+        if hello.fingerprint.wire_version != WIRE_VERSION:
+            return Received(dropped="refused_wire_versions")
+        source = envelope.source
+        again = source in self._nodes
+        known = again or source in self._given_up
+        self._given_up.pop(source, None)
+        node = Node(source, hello, routing_id, now, next_from=envelope.seq + 1)
+        self._nodes[source] = node
+        return Received(
+            loss=Loss.RELINKED if again else None,
+            joined=True,
+            welcome=Welcome(reset=known),
+            body=hello,
+        )
+
+    # ------------------------------------------------------------ what nodes do not say
+
+    def expire(self, now: float) -> list[Node]:
+        """Give up the nodes that were silent for too long; returns them."""
+        silent = [n for n in self._nodes.values() if now - n.heard_at > self._timeout_s]
+        for node in silent:
+            self._give_up(node.incarnation, Loss.SILENT)
+        return silent
+
+    def forgive_silence(self, gap_s: float) -> None:
+        """This process itself was stopped for `gap_s`: that silence is not the nodes'."""
+        for node in self._nodes.values():
+            node.heard_at += gap_s
+
+    def unreachable(self, incarnation: Incarnation) -> Node | None:
+        """A message could not be sent. Returns the node if this is news."""
+        node = self._nodes.get(incarnation)
+        if node is None or not node.linked:
+            return None
+        node.linked = False
+        return node
+
+    def _give_up(self, incarnation: Incarnation, why: Loss) -> None:
+        del self._nodes[incarnation]
+        self._given_up[incarnation] = why
+        while len(self._given_up) > REMEMBERED_NODES:
+            self._given_up.popitem(last=False)
+
+    # ------------------------------------------------------------ messages to nodes
+
+    def envelope(self, node: Node, body: ToNode) -> Envelope[ToNode]:
+        """Number a message for a linked node."""
+        if isinstance(body, Welcome):
+            node.sent = 0
+        return Envelope(self.me, node.incarnation, node.number(), body)
+
+    def greet_me(self, to: Incarnation) -> Envelope[ToNode]:
+        return Envelope(self.me, to, 0, Ping(0.0))
+
+    # ------------------------------------------------------------ what nodes allow
+
+    def max_model_len(self, otherwise: int) -> int:
+        """Longest prompt plus output that every node takes."""
+        return min((n.hello.max_model_len for n in self._nodes.values()), default=otherwise)
+
+    def capacity_tokens(self) -> int | None:
+        """Most tokens of KV that some pair can hold, paused or not; None if there is no pair."""
+        staying = [n for n in self._nodes.values() if n.stays]
+        return max(
+            (
+                min(prefill.capacity_tokens, decode.capacity_tokens)
+                for prefill in staying
+                if prefill.role is DisaggregationMode.PREFILL
+                for decode in staying
+                if decode.role is DisaggregationMode.DECODE
+                and decode.hello.fingerprint == prefill.hello.fingerprint
+            ),
+            default=None,
+        )
+
+    def missing(self) -> str | None:
+        """Why no pair of nodes can work, also after a pause; None if one can."""
+        for role in DisaggregationMode:
+            if not any(node.stays for node in self.of_role(role)):
+                return f"no {role} node is available"
+        if self.capacity_tokens() is None:
+            return "no prefill node fits a decode node: " + "; ".join(self.mismatches())
+        return None
+
+    def mismatches(self) -> list[str]:
+        """In which fields prefill and decode nodes that cannot work together differ."""
+        found = []
+        for prefill in self.of_role(DisaggregationMode.PREFILL):
+            for decode in self.of_role(DisaggregationMode.DECODE):
+                differing = _differing(prefill.hello.fingerprint, decode.hello.fingerprint)
+                if differing:
+                    names = f"{prefill.hello.name} and {decode.hello.name}"
+                    found.append(f"{names} differ in {', '.join(differing)}")
+        return found
+
+
+def _differing(left: Fingerprint, right: Fingerprint) -> list[str]:
+    return [
+        field for field in left.__struct_fields__ if getattr(left, field) != getattr(right, field)
+    ]

@@ -1,0 +1,191 @@
+"""OpenAI's endpoints: completions, chat completions, models; and vLLM's tokenize, detokenize."""
+
+import time
+from collections.abc import Callable
+
+import msgspec
+from aiohttp import web
+
+from router.errors import ApiError, invalid
+from router.generation import Generation
+from router.http import json_response, read_body, request_id
+from router.metrics import RouterMetrics
+from router.prepare import Prepared, Preparer
+from router.protocol.body import decode_body
+from router.protocol.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    OpenAIRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
+from router.protocol.responses import Bodies, ChatBodies, CompletionBodies, Head, usage
+from router.service import RouterService
+from router.sse import SseStream
+from router.text_stream import TokenRecord
+
+_completion = msgspec.json.Decoder(CompletionRequest)
+_chat = msgspec.json.Decoder(ChatRequest)
+_tokenize = msgspec.json.Decoder(TokenizeRequest)
+_detokenize = msgspec.json.Decoder(DetokenizeRequest)
+
+
+class OpenAIApi:
+    """Handlers; registered by `routes`."""
+
+    def __init__(self, service: RouterService, preparer: Preparer, metrics: RouterMetrics) -> None:
+        self._service = service
+        self._preparer = preparer
+        self._codec = preparer.codec
+        self._metrics = metrics
+        self._started = int(time.time())
+        self._eos = frozenset(preparer.info.eos_token_ids)
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/v1/completions", self.completions),
+            web.post("/v1/chat/completions", self.chat),
+            web.get("/v1/models", self.models),
+            web.get("/v1/models/{name:.+}", self.model),
+            web.post("/tokenize", self.tokenize),
+            web.post("/detokenize", self.detokenize),
+        ]
+
+    # ------------------------------------------------------------ generation
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = decode_body(_completion, await read_body(request))
+        prepared = await self._preparer.completion(body)
+        rid = request_id(request)
+
+        def bodies() -> Bodies:
+            head = self._head(f"cmpl-{rid}")
+            return CompletionBodies(head, self._codec, prepared.prompt_texts, prepared.n)
+
+        return await self._answer(request, body, rid, prepared, bodies)
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = decode_body(_chat, await read_body(request))
+        prepared = await self._preparer.chat(body)
+        rid = request_id(request)
+
+        def bodies() -> Bodies:
+            return ChatBodies(self._head(f"chatcmpl-{rid}"), self._codec)
+
+        return await self._answer(request, body, rid, prepared, bodies)
+
+    def _head(self, answer_id: str) -> Head:
+        name = self._preparer.served_model_name
+        return Head(answer_id, int(time.time()), name, self._eos)
+
+    async def _answer(
+        self,
+        request: web.Request,
+        body: OpenAIRequest,
+        rid: str,
+        prepared: Prepared,
+        make_bodies: Callable[[], Bodies],
+    ) -> web.StreamResponse:
+        stream = bool(body.stream)
+        if body.stream_options is not None and not stream:
+            raise invalid("stream_options needs stream", "stream_options")
+        headers = {"X-Request-Id": rid}
+        bodies = make_bodies()
+        with Generation(self._service, self._codec, rid, prepared, stream=stream) as generation:
+            if stream:
+                with self._metrics.open_streams.track_inprogress():
+                    sse = SseStream(request, headers)
+                    options = body.stream_options or StreamOptions()
+                    return await _stream(sse, generation, bodies, options)
+            results = await generation.collect()
+            choices = [bodies.choice(i, result) for i, result in enumerate(results)]
+            answer = {**bodies.head.body(bodies.kind, choices), "usage": usage(generation)}
+            return json_response(answer, headers=headers)
+
+    # ------------------------------------------------------------ models
+
+    async def models(self, _request: web.Request) -> web.Response:
+        return json_response({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        self._preparer.check_model(request.match_info["name"])
+        return json_response(self._card())
+
+    def _card(self) -> dict[str, object]:
+        return {
+            "id": self._preparer.served_model_name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "pdserve",
+            "root": self._preparer.info.root,
+            "parent": None,
+            "max_model_len": self._preparer.max_model_len,
+        }
+
+    # ------------------------------------------------------------ tokens
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        body = decode_body(_tokenize, await read_body(request))
+        self._preparer.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("give either prompt or messages", "prompt")
+        if body.prompt is not None:
+            special = body.add_special_tokens is not False
+            ids = await self._codec.encode(body.prompt, add_special_tokens=special)
+        else:
+            ids = await self._preparer.chat_ids(
+                body.messages or [], add_generation_prompt=body.add_generation_prompt is not False
+            )
+        answer = {
+            "count": len(ids),
+            "max_model_len": self._preparer.max_model_len,
+            "tokens": ids,
+            "token_strs": [self._codec.decode([id_]) for id_ in ids]
+            if body.return_token_strs
+            else None,
+        }
+        return json_response(answer)
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        body = decode_body(_detokenize, await read_body(request))
+        self._preparer.check_model(body.model)
+        limit = self._preparer.info.vocab_size
+        if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < limit:
+            raise invalid(f"tokens must be in [0, {limit})", "tokens")
+        return json_response({"prompt": self._codec.decode(body.tokens)})
+
+
+async def _stream(
+    sse: SseStream, generation: Generation, bodies: Bodies, options: StreamOptions
+) -> web.StreamResponse:
+    """Send chunks as they come. A batch of deltas leaves in one write."""
+    begun: set[int] = set()
+    held: dict[int, list[TokenRecord]] = {}
+    running_usage = bool(options.include_usage and options.continuous_usage_stats)
+    try:
+        async for batch in generation.deltas():
+            chunks = []
+            for delta in batch:
+                if not delta.text and delta.finish is None:
+                    # No text yet; its logprobs go with the text that it becomes a part of.
+                    held.setdefault(delta.choice, []).extend(delta.logprobs)
+                    continue
+                if delta.choice in held:
+                    delta.logprobs = [*held.pop(delta.choice), *delta.logprobs]
+                first = delta.choice not in begun
+                begun.add(delta.choice)
+                choice = bodies.chunk_choice(delta, first=first)
+                chunk = bodies.head.body(bodies.chunk_kind, [choice])
+                if running_usage:
+                    chunk["usage"] = usage(generation)
+                chunks.append(chunk)
+            await sse.send(chunks)
+    except ApiError as error:
+        if not sse.begun:
+            raise
+        return await sse.fail(error)
+    last = []
+    if options.include_usage:
+        last.append({**bodies.head.body(bodies.chunk_kind, []), "usage": usage(generation)})
+    return await sse.end(last)

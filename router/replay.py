@@ -1,0 +1,71 @@
+"""Whether an attempt that failed is followed by another, and when. Pure.
+
+Retraction and a node's goodbye are nobody's fault: replayed at once, without bound. A node's death
+or a raising forward pass may be the request's own doing, so it gets few more tries. Anything else
+(a lost message, a failed transfer, a refusal) is tried again after a growing wait.
+"""
+
+from dataclasses import dataclass
+from random import Random
+
+from common.messages import FailureKind
+from router.errors import ApiError, internal, too_busy
+from router.nodes import Loss
+from router.requests import Job, ReplayCause
+
+CAUSE_OF_LOSS = {
+    Loss.SILENT: ReplayCause.DEATH,
+    Loss.UNREACHABLE: ReplayCause.DEATH,
+    Loss.LEFT: ReplayCause.LEFT,
+    Loss.RELINKED: ReplayCause.LINK,
+    Loss.GAP: ReplayCause.LINK,
+}
+CAUSE_OF_FAILURE = {
+    FailureKind.REFUSED: ReplayCause.REFUSED,
+    FailureKind.PEER_LOST: ReplayCause.PEER_LOST,
+    FailureKind.TRANSFER: ReplayCause.TRANSFER,
+    FailureKind.EXPIRED: ReplayCause.EXPIRED,
+    FailureKind.ENGINE: ReplayCause.ENGINE,
+}
+"""The other kinds are the request's own fault and are never replayed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayLimits:
+    """See `RouterConfig`."""
+
+    max_after_death: int = 2
+    max_after_fault: int = 5
+    backoff_s: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayAfter:
+    """Try again after this wait; 0 means at once."""
+
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    error: ApiError
+
+
+def judge(
+    job: Job, cause: ReplayCause, why: str, limits: ReplayLimits, random: Random
+) -> ReplayAfter | GiveUp:
+    """Decide on a job whose attempt just ended for `cause`; `why` is for the client."""
+    if cause.is_free:
+        return ReplayAfter(0.0)
+    tried = job.replays_of(deaths=cause.may_kill)
+    if tried >= (limits.max_after_death if cause.may_kill else limits.max_after_fault):
+        return GiveUp(_exhausted(cause, why))
+    if cause is ReplayCause.DEATH:
+        return ReplayAfter(0.0)
+    return ReplayAfter(limits.backoff_s * 2**tried * random.uniform(0.5, 1.0))
+
+
+def _exhausted(cause: ReplayCause, why: str) -> ApiError:
+    if cause is ReplayCause.REFUSED:
+        return too_busy(f"no node takes the request now: {why}")
+    return internal(f"gave up after several attempts: {why or cause.value}", cause.value)

@@ -1,0 +1,213 @@
+"""Health, metrics, server info, and the administrative verbs for the cluster or one node."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from common.messages import AbortRequests, AdminVerb, Continue, FlushCache, Pause
+from common.modes import PauseMode
+from router.admin import NodeAnswer
+from router.errors import invalid, not_found
+from router.http import json_response, read_body
+from router.metrics import CONTENT_TYPE, RouterMetrics, counter_family, gauge_family
+from router.nodes import Node
+from router.prepare import Preparer
+from router.protocol.body import decode_body
+from router.protocol.requests import AbortRequest, NodeRequest, PauseRequest
+from router.requests import JobState
+from router.service import RouterService
+
+_pause = msgspec.json.Decoder(PauseRequest)
+_node = msgspec.json.Decoder(NodeRequest)
+_abort = msgspec.json.Decoder(AbortRequest)
+
+
+class ServerApi:
+    """Handlers; registered by `routes`."""
+
+    def __init__(self, service: RouterService, preparer: Preparer, metrics: RouterMetrics) -> None:
+        self._service = service
+        self._preparer = preparer
+        self._metrics = metrics
+        metrics.attach(_ServiceCollector(service))
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/health", self.health),
+            web.get("/live", self.live),
+            web.get("/metrics", self.metrics),
+            web.get("/get_server_info", self.server_info),
+            web.get("/server_info", self.server_info),
+            web.get("/get_model_info", self.model_info),
+            web.post("/pause_generation", self.pause),
+            web.post("/continue_generation", self.resume),
+            web.post("/abort_request", self.abort),
+            web.post("/flush_cache", self.flush_cache),
+            web.get("/flush_cache", self.flush_cache),
+        ]
+
+    # ------------------------------------------------------------ reading
+
+    async def health(self, _request: web.Request) -> web.Response:
+        """200 where a request can be served, now or after a pause."""
+        missing = self._service.registry.missing()
+        if missing is not None:
+            return json_response({"status": "unavailable", "message": missing}, 503)
+        return json_response({"status": "ok"})
+
+    async def live(self, _request: web.Request) -> web.Response:
+        """200 as long as this process answers."""
+        return json_response({"status": "ok"})
+
+    async def metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def server_info(self, _request: web.Request) -> web.Response:
+        dispatcher = self._service.dispatcher
+        registry = self._service.registry
+        paused = dispatcher.paused
+        return json_response(
+            {
+                "model": self._preparer.served_model_name,
+                "incarnation": registry.me,
+                "pid": os.getpid(),
+                "paused": paused.value if paused is not None else None,
+                "max_model_len": self._preparer.max_model_len,
+                "requests": {state.value: dispatcher.count(state) for state in _UNFINISHED},
+                "mismatches": registry.mismatches(),
+                "nodes": [_node_info(node) for node in registry.all()],
+            }
+        )
+
+    async def model_info(self, _request: web.Request) -> web.Response:
+        info = self._preparer.info
+        return json_response(
+            {
+                "model_path": info.root,
+                "tokenizer_path": info.root,
+                "served_model_name": self._preparer.served_model_name,
+                "is_generation": True,
+                "vocab_size": info.vocab_size,
+                "max_model_len": self._preparer.max_model_len,
+                "eos_token_ids": list(info.eos_token_ids),
+            }
+        )
+
+    # ------------------------------------------------------------ verbs
+
+    async def pause(self, request: web.Request) -> web.Response:
+        body = decode_body(_pause, await read_body(request) or b"{}")
+        mode = body.mode or PauseMode.ABORT.value
+        if mode not in {known.value for known in PauseMode}:
+            names = ", ".join(known.value for known in PauseMode)
+            raise invalid(f"mode must be one of {names}", "mode")
+        verb = Pause(PauseMode(mode))
+        if body.node is None:
+            self._service.pause_dispatch(verb)
+        return await self._administer(body.node, verb, "generation is paused")
+
+    async def resume(self, request: web.Request) -> web.Response:
+        body = decode_body(_node, await read_body(request) or b"{}")
+        try:
+            return await self._administer(body.node, Continue(), "generation goes on")
+        finally:
+            if body.node is None:
+                self._service.resume_dispatch()
+            else:
+                self._service.dispatch()
+
+    async def flush_cache(self, request: web.Request) -> web.Response:
+        body = decode_body(_node, await read_body(request) or b"{}")
+        return await self._administer(body.node, FlushCache(), "the prefix caches are empty")
+
+    async def abort(self, request: web.Request) -> web.Response:
+        body = decode_body(_abort, await read_body(request) or b"{}")
+        if not body.rid and not body.abort_all:
+            raise invalid("give rid or abort_all", "rid")
+        rid = None if body.abort_all else body.rid
+        count = 0 if body.node is not None else self._service.abort(rid)
+        verb = AbortRequests(rid or "")
+        return await self._administer(body.node, verb, f"{count} of this router's choices aborted")
+
+    async def _administer(self, name: str | None, verb: AdminVerb, message: str) -> web.Response:
+        """Have one node or all carry out a verb; 200 only if each did."""
+        registry = self._service.registry
+        nodes = registry.all() if name is None else registry.named(name)
+        if name is not None and not nodes:
+            raise not_found(f"there is no node {name[:200]!r}", "node", "unknown_node")
+        answers = await self._service.administer(nodes, verb)
+        refused = [answer for answer in answers if not answer.ok]
+        if refused:
+            message = "; ".join(f"{answer.name}: {answer.message}" for answer in refused)
+        body = {
+            "status": "error" if refused else "ok",
+            "message": message,
+            "nodes": [_answer_info(answer) for answer in answers],
+        }
+        return json_response(body, 400 if refused else 200)
+
+
+_UNFINISHED = (JobState.QUEUED, JobState.DISPATCHED, JobState.BACKING_OFF)
+
+
+def _node_info(node: Node) -> dict[str, Any]:
+    stats, hello = node.stats, node.hello
+    seen = stats.num_pages > 0  # the first heartbeat has come
+    return {
+        "name": hello.name,
+        "role": hello.role.value,
+        "url": hello.url,
+        "pid": hello.pid,
+        "state": node.state.value if node.linked else "unreachable",
+        "running": stats.running,
+        "queues": dict(stats.queues),
+        "free_pages": stats.free_pages if seen else hello.num_pages,
+        "cached_pages": stats.cached_pages,
+        "quarantined_pages": stats.quarantined_pages,
+        "num_pages": hello.num_pages,
+        "queued_tokens": stats.queued_tokens,
+        "step_age_s": node.step_age_s,
+        "incarnation": node.incarnation,
+        "max_model_len": hello.max_model_len,
+        "max_running_requests": hello.max_running_requests,
+        "weight_version": hello.weight_version,
+        "counters": dict(stats.counters),
+    }
+
+
+def _answer_info(answer: NodeAnswer) -> dict[str, Any]:
+    return {
+        "name": answer.name,
+        "role": answer.role,
+        "incarnation": answer.incarnation,
+        "ok": answer.ok,
+        "message": answer.message,
+    }
+
+
+class _ServiceCollector(Collector):
+    """Numbers that the pure parts keep, read when someone asks."""
+
+    def __init__(self, service: RouterService) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        dispatcher, registry = self._service.dispatcher, self._service.registry
+        states = [([state.value], float(dispatcher.count(state))) for state in _UNFINISHED]
+        yield gauge_family("unfinished", "Unfinished choices.", ["state"], states)
+        paused = float(dispatcher.paused is not None)
+        yield gauge_family("paused", "Whether the cluster is paused.", [], [([], paused)])
+        nodes = [
+            ([node.role.value, node.hello.name, node.state.value], float(node.linked))
+            for node in registry.all()
+        ]
+        yield gauge_family("nodes", "Linked nodes.", ["role", "name", "state"], nodes)
+        replays = {cause.value: count for cause, count in dispatcher.replays.items()}
+        yield counter_family("replays", "Attempts followed by another.", "cause", replays)
+        events = {**dispatcher.counters, **self._service.counters}
+        yield counter_family("events", "Dropped frames, stale rooms and the like.", "kind", events)

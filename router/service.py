@@ -1,0 +1,290 @@
+"""The router's centre: joins the node link, the registry, the dispatcher and the admin desk.
+
+Everything runs on one event loop. A message from a node, a client's request, or the timer calls
+into the pure parts; `_settle` then carries out what they decided.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from common.messages import (
+    Aborted,
+    AdminReply,
+    AdminVerb,
+    Continue,
+    Envelope,
+    Failed,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Incarnation,
+    NodeState,
+    Pause,
+    PeerGone,
+    Ping,
+    Retracted,
+    SamplingParams,
+    Tokens,
+    ToRouter,
+)
+from router.admin import AdminDesk, NodeAnswer
+from router.dispatcher import Dispatcher
+from router.effects import Send
+from router.errors import ApiError
+from router.link import NodeLink
+from router.metrics import RouterMetrics
+from router.nodes import Loss, Node, NodeRegistry
+from router.request_log import log_end
+from router.requests import Job, Listener, NewTokens
+
+log = logging.getLogger("router")
+
+TICK_S = 0.1
+
+
+class RouterService:
+    """What the HTTP rooms talk to."""
+
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        dispatcher: Dispatcher,
+        metrics: RouterMetrics,
+        *,
+        heartbeat_s: float,
+        admin_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.registry = registry
+        self.dispatcher = dispatcher
+        self.metrics = metrics
+        self.counters: Counter[str] = Counter()
+        self._desk = AdminDesk()
+        self._link = NodeLink(self._on_message, self._on_garbage)
+        self._heartbeat_s = heartbeat_s
+        self._admin_timeout_s = admin_timeout_s
+        self._clock = clock
+        self._timer: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------ life
+
+    def start(self, host: str, port: int) -> int:
+        """Listen for nodes; returns the port."""
+        port = self._link.open(host, port)
+        self._timer = asyncio.get_running_loop().create_task(self._tick_forever())
+        return port
+
+    async def stop(self) -> None:
+        """Close the link. Jobs must have been ended before."""
+        if self._timer is not None:
+            self._timer.cancel()
+            await asyncio.gather(self._timer, return_exceptions=True)
+        self._link.close()
+
+    async def _tick_forever(self) -> None:
+        ping_at = last = self._clock()
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = self._clock()
+            if now - last > 10 * TICK_S:  # we were stopped, not the nodes
+                self.registry.forgive_silence(now - last)
+            last = now
+            try:
+                self._tick(now)
+                if now >= ping_at:
+                    ping_at = now + self._heartbeat_s
+                    self._ping(now)
+            except Exception:
+                log.exception("the timer's work failed")
+
+    def _tick(self, now: float) -> None:
+        for node in self.registry.expire(now):
+            log.warning("gave up %s (%s): silent", node.hello.name, node.incarnation)
+            self._lose(node.incarnation, Loss.SILENT, now)
+        self.dispatcher.tick(now)
+        self._settle(now)
+
+    def _ping(self, now: float) -> None:
+        paused = self.dispatcher.paused is not None
+        for node in self.registry.all():
+            self._send(Send(node.incarnation, Ping(now, paused)), now)
+        self._settle(now)
+
+    # ------------------------------------------------------------ requests
+
+    def submit(
+        self,
+        rid: str,
+        choices: Sequence[tuple[list[int], SamplingParams]],
+        listeners: Sequence[Listener],
+    ) -> list[Job]:
+        """Accept all choices of a request, or none.
+
+        Raises:
+            ApiError: 429 or 503.
+        """
+        self.dispatcher.check_room_for(len(choices))
+        now = self._clock()
+        several = len(choices) > 1
+        jobs = [
+            self.dispatcher.submit(rid, f"-{i}" if several else "", prompt, sampling, listener, now)
+            for i, ((prompt, sampling), listener) in enumerate(zip(choices, listeners, strict=True))
+        ]
+        self._settle(now)
+        return jobs
+
+    def cancel(self, jobs: Sequence[Job], outcome: str = "disconnected") -> None:
+        """End jobs that nobody wants any more. Ended ones are left alone."""
+        now = self._clock()
+        for job in jobs:
+            self.dispatcher.cancel(job, now, outcome)
+        self._settle(now)
+
+    def fail_all(self, error: ApiError) -> None:
+        """End everything with an error: the router itself goes away."""
+        now = self._clock()
+        self.dispatcher.fail_all(error, now)
+        self._settle(now)
+
+    # ------------------------------------------------------------ admin
+
+    def dispatch(self) -> None:
+        """Look again for work that can start: a node may have become ready."""
+        now = self._clock()
+        self.dispatcher.dispatch(now)
+        self._settle(now)
+
+    def abort(self, rid: str | None) -> int:
+        """Abort this router's requests by the client's name for them; None means all."""
+        now = self._clock()
+        jobs = [j for j in self.dispatcher.unfinished() if rid in (None, j.public_rid, j.rid)]
+        count = self.dispatcher.abort(jobs, now, "aborted on demand")
+        self._settle(now)
+        return count
+
+    def pause_dispatch(self, pause: Pause) -> None:
+        now = self._clock()
+        self.dispatcher.pause(pause.mode, now)
+        self._settle(now)
+
+    def resume_dispatch(self) -> None:
+        now = self._clock()
+        self.dispatcher.resume(now)
+        self._settle(now)
+
+    async def administer(self, nodes: Sequence[Node], verb: AdminVerb) -> list[NodeAnswer]:
+        """Have nodes carry out a verb; waits for each answer, with a bound."""
+        round_id, sends = self._desk.begin(nodes, verb)
+        now = self._clock()
+        for send in sends:
+            self._send(send, now)
+        self._settle(now)
+        return await self._desk.finish(round_id, self._admin_timeout_s)
+
+    # ------------------------------------------------------------ what nodes say
+
+    def _on_garbage(self) -> None:
+        self.counters["garbage_frames"] += 1
+
+    def _on_message(self, routing_id: bytes, envelope: Envelope[ToRouter]) -> None:
+        now = self._clock()
+        source = envelope.source
+        received = self.registry.receive(routing_id, envelope, now)
+        if received.dropped is not None:
+            self.counters[received.dropped] += 1
+            if received.dropped == "refused_wire_versions":
+                log.warning("refused %s: it speaks another wire version", source)
+        if received.greet_me:
+            self._link.send(routing_id, self.registry.greet_me(source))
+        if received.loss is not None:
+            log.warning("%s: its attempts are over (%s)", source, received.loss)
+            self._lose(source, received.loss, now)
+        if received.welcome is not None:
+            self._send(Send(source, received.welcome), now)
+        if received.body is not None:
+            self._on_body(source, received.body, now)
+        self._settle(now)
+
+    def _on_body(self, source: Incarnation, body: ToRouter, now: float) -> None:
+        match body:
+            case Tokens(outputs):
+                for output in outputs:
+                    self.dispatcher.on_tokens(source, output, now)
+            case Retracted(room):
+                self.dispatcher.on_retracted(source, room, now)
+            case Failed():
+                self.dispatcher.on_failed(source, body, now)
+            case Aborted(room):
+                self.dispatcher.on_aborted(source, room, now)
+            case AdminReply():
+                self._on_admin_reply(source, body)
+            case Hello():
+                self._log_join(source, body)
+                self.dispatcher.dispatch(now)
+            case Heartbeat():
+                self.dispatcher.dispatch(now)
+            case Goodbye():
+                pass  # the registry has made a loss of it
+
+    def _on_admin_reply(self, source: Incarnation, reply: AdminReply) -> None:
+        """A node's state is known with its reply, half a second before its heartbeat."""
+        verb = self._desk.on_reply(source, reply)
+        node = self.registry.get(source)
+        if node is None or verb is None or node.state is NodeState.DRAINING:
+            return
+        match verb:
+            case Pause():
+                node.state = NodeState.PAUSED
+            case Continue():
+                node.state = NodeState.READY
+            case _:
+                pass
+
+    def _log_join(self, source: Incarnation, hello: Hello) -> None:
+        log.info("%s node %s joined (%s, %s)", hello.role, hello.name, source, hello.url)
+        if len(self.registry.named(hello.name)) > 1:
+            log.warning("several nodes are named %s", hello.name)
+        for mismatch in self.registry.mismatches():
+            log.warning("no work goes through this pair: %s", mismatch)
+
+    def _lose(self, node: Incarnation, loss: Loss, now: float) -> None:
+        """End the attempts on a node; when it is given up, tell all others."""
+        self.dispatcher.on_node_loss(node, loss, now)
+        if loss is not Loss.GAP:
+            self._desk.on_node_loss(node)
+        if self.registry.get(node) is None:
+            for other in self.registry.all():
+                self._send(Send(other.incarnation, PeerGone(node)), now)
+
+    # ------------------------------------------------------------ effects
+
+    def _settle(self, now: float) -> None:
+        """Carry out what the dispatcher decided, until nothing new comes of it."""
+        while True:
+            effects = self.dispatcher.drain()
+            if not effects:
+                return
+            for send in effects.sends:
+                self._send(send, now)
+            for delivery in effects.deliveries:
+                output = delivery.output
+                if isinstance(output, NewTokens):
+                    count = len(output.token_ids)
+                    self.metrics.on_tokens(count, delivery.waited_s, first=delivery.first)
+                delivery.job.listener.deliver(output)
+            for job in effects.ended:
+                self.metrics.on_end(job)
+                log_end(job)
+
+    def _send(self, send: Send, now: float) -> None:
+        node = self.registry.get(send.node)
+        if node is None or not node.linked:
+            return
+        if self._link.send(node.routing_id, self.registry.envelope(node, send.body)):
+            return
+        if self.registry.unreachable(node.incarnation) is not None:
+            log.warning("%s (%s) cannot be reached", node.hello.name, node.incarnation)
+            self._lose(node.incarnation, Loss.UNREACHABLE, now)

@@ -1,0 +1,121 @@
+"""One choice on its way from tokens to text: what the client gets of each batch of tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from common.messages import StopReason, TokenLogprob
+from router.detokenizer import Decoder, Detokenizer, StopMatcher
+from router.requests import NewTokens
+
+
+class Finish(StrEnum):
+    """Why a choice ended, as every API spells it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOptions:
+    """How tokens become text."""
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+    """Stop strings do not count before."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """A token with its logprob and the place of its text in the choice's text."""
+
+    token_id: int
+    logprob: TokenLogprob
+    offset: int
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new of one choice."""
+
+    choice: int
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[TokenRecord] = ()
+    finish: Finish | None = None
+    matched: str | int | None = None
+    """The stop string or the stop token that ended it."""
+    message: str = ""
+    """Why it was aborted."""
+
+
+class TextStream:
+    """The text of one choice; ends once."""
+
+    def __init__(self, choice: int, codec: Decoder, options: TextOptions) -> None:
+        self._choice = choice
+        self._options = options
+        self._detokenizer = Detokenizer(codec, skip_special_tokens=options.skip_special_tokens)
+        self._matcher = StopMatcher(options.stops, include=options.include_stop)
+        self._decoded = 0
+        self.num_tokens = 0
+        """Output tokens up to the end that the client sees."""
+        self.finish: Finish | None = None
+        self.matched: str | int | None = None
+
+    def feed(self, output: NewTokens) -> Delta:
+        """Take in new tokens, up to a stop string."""
+        delta = Delta(self._choice)
+        texts: list[str] = []
+        records: list[TokenRecord] = []
+        taken = 0
+        for i, token_id in enumerate(output.token_ids):
+            taken += 1
+            self.num_tokens += 1
+            last = output.finish is not None and i == len(output.token_ids) - 1
+            stopped = last and output.finish is StopReason.STOP
+            if output.logprobs is not None:
+                records.append(TokenRecord(token_id, output.logprobs[i], self._decoded))
+            text = ""
+            if not stopped or self._options.include_stop:
+                text = self._detokenizer.feed(token_id)
+            self._decoded += len(text)
+            texts.append(self._through(text))
+            if self._matcher.matched is not None:
+                break
+        if self._matcher.matched is not None:
+            self.finish, self.matched = Finish.STOP, self._matcher.matched
+        elif output.finish is not None:
+            self._finish(output, texts)
+        delta.text = "".join(texts)
+        delta.token_ids = output.token_ids[:taken]
+        delta.logprobs = records
+        delta.finish, delta.matched = self.finish, self.matched
+        return delta
+
+    def abort(self, message: str) -> Delta:
+        """End now, with all text that is held back."""
+        text = self._matcher.pass_through(self._detokenizer.flush())
+        self.finish = Finish.ABORT
+        return Delta(self._choice, text, finish=Finish.ABORT, message=message)
+
+    def _through(self, text: str) -> str:
+        if self.num_tokens <= self._options.min_tokens:
+            return self._matcher.pass_through(text)
+        return self._matcher.feed(text)
+
+    def _finish(self, output: NewTokens, texts: list[str]) -> None:
+        texts.append(self._matcher.feed(self._detokenizer.flush()))
+        if self._matcher.matched is not None:
+            self.finish, self.matched = Finish.STOP, self._matcher.matched
+            return
+        texts.append(self._matcher.flush())
+        if output.finish is StopReason.LENGTH:
+            self.finish = Finish.LENGTH
+            return
+        self.finish = Finish.STOP
+        if output.token_ids:
+            self.matched = output.token_ids[-1]

@@ -1,0 +1,194 @@
+"""Text to tokens and back: the model folder's tokenizer, chat template and end-of-sequence ids.
+
+Uses the `tokenizers` library itself: transformers' loader imports torch, which costs a router
+300 MB and two seconds for nothing.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from router.chat_template import ChatTemplate, ChatTemplateError
+
+INLINE_CHARACTERS = 16_384
+"""Longer texts are tokenised in a thread, so that other requests go on meanwhile."""
+
+_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class UnusableModelFolder(ValueError):
+    """The model's folder has no usable tokenizer; says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What the model's `generation_config.json` says of sampling; None where it says nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the router knows of the model beside its tokenizer."""
+
+    root: str
+    """The folder."""
+    vocab_size: int
+    """Token ids the engine takes are below this."""
+    max_model_len: int
+    """The model's own limit; nodes may allow less."""
+    eos_token_ids: tuple[int, ...]
+    defaults: SamplingDefaults
+
+
+class TextCodec:
+    """Tokenizer and chat template of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        if len(text) <= INLINE_CHARACTERS:
+            return self.encode_now(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.encode_now, text, add_special_tokens=add_special_tokens)
+
+    def encode_now(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of token ids; ids without a token have no text."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, also where they are only a part of a character."""
+        text = self.decode([token_id])
+        if "\ufffd" not in text:
+            return text.encode()
+        piece = self._tokenizer.id_to_token(token_id) or ""
+        values = [_BYTE_OF_CHARACTER.get(character) for character in piece]
+        known = [value for value in values if value is not None]
+        if known and len(known) == len(values):
+            return bytes(known)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        return text.encode()
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        extra: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text.
+
+        Raises:
+            ChatTemplateError: there is no template, or it refuses the messages.
+        """
+        if self._template is None:
+            raise ChatTemplateError("the model has no chat template; use /v1/completions")
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, extra=extra
+        )
+
+
+def load_codec(folder: Path) -> TextCodec:
+    """Read tokenizer and chat template of a model's folder.
+
+    Raises:
+        UnusableModelFolder: there is no `tokenizer.json`, or it or the template is broken.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise UnusableModelFolder(f"{folder} has no tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise UnusableModelFolder(f"{path}: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    config = _read_json(folder / "tokenizer_config.json")
+    source = _template_source(folder, config)
+    try:
+        template = None if source is None else ChatTemplate(source, _special_tokens(config))
+    except ChatTemplateError as error:
+        raise UnusableModelFolder(f"{folder}: {error}") from error
+    return TextCodec(tokenizer, template)
+
+
+def load_model_info(folder: Path, codec: TextCodec) -> ModelInfo:
+    """Read what the model's configuration files say."""
+    config = _read_json(folder / "config.json")
+    config = {**config, **config.get("text_config", {})}
+    generation = _read_json(folder / "generation_config.json")
+    tokenizer_config = _read_json(folder / "tokenizer_config.json")
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    eos_ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    named = _special_tokens(tokenizer_config).get("eos_token")
+    if named is not None:
+        eos_ids |= set(codec.encode_now(named, add_special_tokens=False)[:1])
+    return ModelInfo(
+        root=str(folder),
+        vocab_size=int(config.get("vocab_size", codec.vocab_size)),
+        max_model_len=int(config.get("max_position_embeddings", 2048)),
+        eos_token_ids=tuple(sorted(eos_ids)),
+        defaults=SamplingDefaults(
+            **{name: generation.get(name) for name in SamplingDefaults.__dataclass_fields__}
+        ),
+    )
+
+
+def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text()
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several named templates
+        named = {entry["name"]: entry["template"] for entry in source}
+        source = named.get("default")
+    return source if isinstance(source, str) else None
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    for name in _SPECIAL_TOKEN_NAMES:
+        token = config.get(name)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            found[name] = token
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text())
+    return content if isinstance(content, dict) else {}
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable stand-ins of bytes in byte-level BPE vocabularies (GPT-2's)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [value for value in range(256) if value not in printable]
+    alphabet = {chr(value): value for value in printable}
+    return alphabet | {chr(256 + i): value for i, value in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_alphabet()

@@ -1,0 +1,295 @@
+"""Stand-in nodes: asyncio tasks that speak the real wire protocol with made-up tokens.
+
+The token at an absolute index depends only on the prompt and that index, so every interruption can
+be checked against `expected_tokens`. Faults are asked for by method: `mute`, `die`, `lose_message`.
+"""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import zmq
+import zmq.asyncio
+
+from common.messages import (
+    WIRE_VERSION,
+    Abort,
+    Aborted,
+    AbortRequests,
+    Admin,
+    AdminReply,
+    Continue,
+    Envelope,
+    Fingerprint,
+    FlushCache,
+    Generate,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    NodeState,
+    NodeStats,
+    Pause,
+    PeerGone,
+    Ping,
+    Retracted,
+    StopReason,
+    TokenLogprob,
+    TokenOutput,
+    Tokens,
+    ToRouter,
+    Welcome,
+    decode_to_node,
+    encode,
+)
+from common.modes import DisaggregationMode, PauseMode
+
+FINGERPRINT = Fingerprint(
+    wire_version=WIRE_VERSION,
+    model="standin",
+    dtype="float32",
+    num_layers=2,
+    num_kv_heads=1,
+    head_dim=8,
+    page_size=16,
+)
+_FIRST_TOKEN, _TOKEN_RANGE = 35, 60
+"""Tokens of the tiny tokenizer that are plain ASCII characters."""
+
+_serial = itertools.count(1)
+
+
+def expected_token(prompt_ids: Sequence[int], index: int) -> int:
+    """The token that every stand-in draws at an absolute output index."""
+    return _FIRST_TOKEN + (sum(prompt_ids) * 31 + len(prompt_ids) + index * 7) % _TOKEN_RANGE
+
+
+def expected_tokens(prompt_ids: Sequence[int], count: int) -> list[int]:
+    return [expected_token(prompt_ids, i) for i in range(count)]
+
+
+@dataclass
+class _Room:
+    generate: Generate
+    next_index: int
+    ready: bool = False
+
+
+@dataclass
+class StandIn:
+    """One node. `async with` joins the router and leaves it again."""
+
+    role: DisaggregationMode
+    router: str
+    name: str = ""
+    num_pages: int = 64
+    max_model_len: int = 512
+    fingerprint: Fingerprint = FINGERPRINT
+    step_s: float = 0.005
+    heartbeat_s: float = 0.05
+    silent_decode: bool = False
+    """Takes requests and never answers them."""
+    received: list[object] = field(default_factory=list)
+    rooms: dict[int, _Room] = field(default_factory=dict)
+    paused: bool = False
+
+    def __post_init__(self) -> None:
+        self.name = self.name or f"{self.role}-{next(_serial)}"
+        self.incarnation = f"{self.name}-{next(_serial)}"
+        self.joined = asyncio.Event()
+        self.resets = 0
+        self._router_incarnation = ""
+        self._seq = 0
+        self._muted = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+
+    async def __aenter__(self) -> "StandIn":
+        self._socket.connect(self.router)
+        self._tasks = [
+            asyncio.create_task(work)
+            for work in (self._receive(), self._beat(), self._step_forever())
+        ]
+        await self.greet()
+        async with asyncio.timeout(5):
+            await self.joined.wait()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.die()
+
+    # ------------------------------------------------------------ faults
+
+    async def die(self) -> None:
+        """End like a killed process: the connection breaks, nothing is said."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        self._socket.close(0)
+        self._context.term()
+
+    def mute(self) -> None:
+        """Fall silent like a stopped process; the connection stays."""
+        self._muted = True
+
+    def unmute(self) -> None:
+        self._muted = False
+
+    def lose_message(self) -> None:
+        """One message to the router gets lost."""
+        self._seq += 1
+
+    async def say_goodbye(self) -> None:
+        await self._send(Goodbye())
+
+    async def greet(self) -> None:
+        self._seq = 0
+        self.rooms.clear()
+        await self._send(
+            Hello(
+                role=self.role,
+                name=self.name,
+                url="http://127.0.0.1:1",
+                pid=1,
+                served_model_name="standin",
+                fingerprint=self.fingerprint,
+                max_model_len=self.max_model_len,
+                max_running_requests=8,
+                num_pages=self.num_pages,
+                side_channel=f"tcp://{self.name}:1",
+            )
+        )
+
+    async def send_raw(self, payload: bytes) -> None:
+        await self._socket.send(payload)
+
+    async def send_tokens(self, output: TokenOutput) -> None:
+        await self._send(Tokens([output]))
+
+    def got(self, kind: type) -> list[object]:
+        return [message for message in self.received if isinstance(message, kind)]
+
+    # ------------------------------------------------------------ protocol
+
+    async def _send(self, body: ToRouter) -> None:
+        if self._muted:
+            return
+        self._seq += 1
+        to = "" if isinstance(body, Hello) else self._router_incarnation
+        with contextlib.suppress(zmq.ZMQError):
+            await self._socket.send(encode(Envelope(self.incarnation, to, self._seq, body)))
+
+    async def _receive(self) -> None:
+        while True:
+            envelope = decode_to_node(await self._socket.recv())
+            body = envelope.body
+            if self._muted:
+                continue
+            self.received.append(body)
+            match body:
+                case Welcome(reset=reset):
+                    self._router_incarnation = envelope.source
+                    if reset:
+                        self.resets += 1
+                        self.rooms.clear()
+                    self.joined.set()
+                case Ping() if envelope.seq == 0:
+                    await self.greet()
+                case Generate():
+                    await self._start(body)
+                case Abort(room):
+                    self.rooms.pop(room, None)
+                case Admin(id=ticket, verb=verb):
+                    await self._administer(ticket, verb)
+                case Ping() | PeerGone():
+                    pass
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self.heartbeat_s)
+            stats = NodeStats(
+                state=NodeState.PAUSED if self.paused else NodeState.READY,
+                running=len(self.rooms) if self.role is DisaggregationMode.DECODE else 0,
+                num_pages=self.num_pages,
+                free_pages=self.num_pages,
+            )
+            if self.joined.is_set():
+                await self._send(Heartbeat(stats=stats, step_age_s=0.0))
+
+    async def _administer(self, ticket: int, verb: object) -> None:
+        match verb:
+            case Pause(mode):
+                self.paused = True
+                for room in tuple(self.rooms) if mode is not PauseMode.IN_PLACE else ():
+                    del self.rooms[room]
+                    answer = Retracted(room) if mode is PauseMode.RETRACT else Aborted(room)
+                    await self._send(answer)
+            case Continue():
+                self.paused = False
+            case AbortRequests(rid):
+                for room, state in tuple(self.rooms.items()):
+                    if rid in ("", state.generate.rid):
+                        del self.rooms[room]
+                        await self._send(Aborted(room))
+            case FlushCache():
+                if self.rooms:
+                    reply = AdminReply(id=ticket, ok=False, message="requests hold pages")
+                    await self._send(reply)
+                    return
+        await self._send(AdminReply(id=ticket, ok=True))
+
+    async def _start(self, generate: Generate) -> None:
+        self.rooms[generate.room] = _Room(generate, len(generate.output_ids))
+
+    async def retract_all(self) -> None:
+        """Give every request back, as under memory pressure."""
+        for room in tuple(self.rooms):
+            del self.rooms[room]
+            await self._send(Retracted(room))
+
+    async def _step_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self.step_s)
+            if self.paused or self.silent_decode:
+                continue
+            outputs = [
+                output for state in tuple(self.rooms.values()) for output in self._step(state)
+            ]
+            if outputs:
+                await self._send(Tokens(outputs))
+
+    def _step(self, state: _Room) -> list[TokenOutput]:
+        generate, index = state.generate, state.next_index
+        sampling = generate.sampling
+        first = index == len(generate.output_ids)
+        token = expected_token(generate.prompt_ids, index)
+        finish = None
+        if token in sampling.stop_token_ids:
+            finish = StopReason.STOP
+        elif index + 1 == sampling.max_tokens:
+            finish = StopReason.LENGTH
+        logprobs = None
+        if sampling.logprobs is not None:
+            top = tuple((token + i, -1.0 - i) for i in range(sampling.logprobs))
+            logprobs = [TokenLogprob(-0.5, top)]
+        prefill = self.role is DisaggregationMode.PREFILL
+        state.next_index += 1
+        if prefill or finish is not None:
+            del self.rooms[generate.room]
+        if first and finish is not None and not prefill:
+            return []  # prefill has told the router, and this node on the side channel
+        cached = 8 if prefill and len(generate.prompt_ids) > 8 else 0
+        return [
+            TokenOutput(
+                room=generate.room,
+                index=index,
+                token_ids=[token],
+                logprobs=logprobs,
+                finish=finish,
+                cached_tokens=cached,
+            )
+        ]
