@@ -18,7 +18,6 @@ After dask's `WorkerState` (events -> instructions, no I/O) and vLLM's schedule/
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import Generic, assert_never, final
 
 from common.events import FromPeer, FromRouter, PeerSilent, RouterLost
@@ -30,7 +29,6 @@ from common.messages import (
     Aborted,
     Failed,
     FailureKind,
-    Fingerprint,
     Generate,
     Incarnation,
     NodeState,
@@ -59,35 +57,10 @@ from common.plan import (
     WriteDone,
     WriteFailed,
 )
-from common.request import Req
+from common.settings import SchedulerSettings
 from common.slots import Slots
 from common.stats import Report
 from common.tombstones import Ending, Tombstone, Tombstones
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerSettings:
-    """What a scheduler needs to know of its node; see `NodeConfig` for the meanings."""
-
-    incarnation: Incarnation
-    fingerprint: Fingerprint
-    num_pages: int
-    page_size: int
-    vocab_size: int
-    max_model_len: int
-    max_running_requests: int
-    chunk_size: int
-    twin_timeout_s: float = 30.0
-    transfer_timeout_s: float = 300.0
-    lease_s: float = 10.0
-    longest_post_s: float = 3.0
-    sync_s: float = 2.0
-    weight_version: str = ""
-
-    @property
-    def tombstone_s(self) -> float:
-        """Longer than any peer can still ask about a room."""
-        return 2 * (self.transfer_timeout_s + self.twin_timeout_s + self.lease_s)
 
 
 class Scheduler(ABC, Generic[R]):
@@ -107,7 +80,8 @@ class Scheduler(ABC, Generic[R]):
         self._outbox = Outbox()
         self._slots = Slots(settings.max_running_requests)
         self._in_step: tuple[R, ...] = ()
-        self._pause: PauseMode | None = None
+        self.paused: PauseMode | None = None
+        """The mode of the pause in force."""
         self._draining = False
         self._now = 0.0
 
@@ -260,10 +234,6 @@ class Scheduler(ABC, Generic[R]):
 
     # ------------------------------------------------------------ pause, flush, drain
 
-    @property
-    def paused(self) -> PauseMode | None:
-        return self._pause
-
     @final
     def pause_generation(self, mode: PauseMode) -> None:
         """Stop forward passes, and treat unfinished requests as `mode` says. Repeatable.
@@ -271,7 +241,7 @@ class Scheduler(ABC, Generic[R]):
         Called only between steps. On an idle node nothing else happens: each mode works on single
         requests, and no request means no work.
         """
-        self._pause = mode
+        self.paused = mode
         match mode:
             case PauseMode.RETRACT:
                 for req in tuple(self._retractable()):
@@ -285,7 +255,7 @@ class Scheduler(ABC, Generic[R]):
 
     @final
     def continue_generation(self) -> None:
-        self._pause = None
+        self.paused = None
 
     def flush_cache(self) -> str | None:
         """Empty the prefix cache; returns why it cannot be done now, or None."""
@@ -304,7 +274,7 @@ class Scheduler(ABC, Generic[R]):
         self._tombstones.expire(now)
         self._expire()
         self._advance()
-        rows = [] if self._pause is not None else self._select()
+        rows = [] if self.paused is not None else self._select()
         self._in_step = tuple(req for req, _ in rows)
         transfers, messages = self._outbox.drain()
         batch = Batch(tuple(row for _, row in rows)) if rows else None
@@ -388,7 +358,7 @@ class Scheduler(ABC, Generic[R]):
 
     def stats(self) -> NodeStats:
         """A snapshot of this node's load."""
-        state = NodeState.READY if self._pause is None else NodeState.PAUSED
+        state = NodeState.READY if self.paused is None else NodeState.PAUSED
         return NodeStats(
             state=NodeState.DRAINING if self._draining else state,
             queues={state.name.lower(): len(queue) for state, queue in self.queues.items()},
@@ -426,8 +396,3 @@ class Scheduler(ABC, Generic[R]):
         ended = [room for room in self._reqs if room in self._tombstones]
         if ended:
             raise IllegalTransition(f"rooms {ended} live beside their tombstones")
-
-
-def rooms(reqs: Iterable[Req]) -> list[Room]:
-    """The rooms of some requests, in their order."""
-    return [req.room for req in reqs]

@@ -52,7 +52,8 @@ from common.plan import (
     WriteDone,
     WriteFailed,
 )
-from common.scheduler import Scheduler, SchedulerSettings, rooms
+from common.scheduler import Scheduler
+from common.settings import SchedulerSettings
 from common.tombstones import Ending, Tombstone
 from decode_node.admission import fits, reserve
 from decode_node.peers import PrefillLinks
@@ -98,7 +99,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
     def _advance(self) -> None:
         """Dial, take pages, name them to prefill. Nothing computed before a pause may survive it,
         so under a pause that empties the node no pages are taken."""
-        emptied = self._pause is not None and self._pause.empties_node
+        emptied = self.paused is not None and self.paused.empties_node
         blocked = emptied
         for req in self.prealloc_queue.snapshot():
             if self.links.want(req.prefill, req.prefill_address) and not blocked:
@@ -136,10 +137,10 @@ class DecodeScheduler(Scheduler[DecodeReq]):
 
     def _sync_links(self) -> None:
         for peer in self.links.due_for_sync(self._now, self.settings.sync_s):
-            open_rooms = rooms(r for r in self.transfer_queue if r.prefill == peer)
-            cancelling = rooms(r for r in self.aborting_queue if r.prefill == peer)
+            open_rooms = [r.room for r in self.transfer_queue if r.prefill == peer]
+            cancelling = [r.room for r in self.aborting_queue if r.prefill == peer]
             cancelling += self.kv.quarantined_rooms(peer)
-            pending = rooms(r for r in self.prealloc_queue if r.prefill == peer)
+            pending = [r.room for r in self.prealloc_queue if r.prefill == peer]
             if open_rooms or cancelling or pending:
                 sync = Sync(open=open_rooms, cancelling=cancelling, pending=pending)
                 self._outbox.to_peer(peer, sync)

@@ -50,7 +50,8 @@ from common.plan import (
     WriteDone,
     WriteFailed,
 )
-from common.scheduler import Scheduler, SchedulerSettings
+from common.scheduler import Scheduler
+from common.settings import SchedulerSettings
 from common.tombstones import Ending, Tombstone
 from prefill_node.admission import split_budget
 from prefill_node.peers import DecodeLinks

@@ -3,6 +3,7 @@
 import random
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -14,7 +15,8 @@ class Oracle:
     """Greedy continuations by transformers, end-of-sequence ids ignored."""
 
     def __init__(self, folder: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._model.train(False)
         self._answer = cache(self._generate)
 
     def answer(self, prompt: list[int], count: int) -> list[int]:

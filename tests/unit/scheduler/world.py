@@ -44,7 +44,8 @@ from common.plan import (
     WriteDone,
     WriteFailed,
 )
-from common.scheduler import Scheduler, SchedulerSettings
+from common.scheduler import Scheduler
+from common.settings import SchedulerSettings
 from decode_node.scheduler import DecodeScheduler
 from prefill_node.scheduler import PrefillScheduler
 from tests.unit.scheduler.client import ModelRouter
