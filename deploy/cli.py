@@ -12,11 +12,12 @@ from common.config import DecodeConfig, PrefillConfig
 from common.modes import DisaggregationMode
 from deploy.errors import StartupError
 from deploy.flags import parse_flags
-from deploy.process import die_with_supervisor
+from deploy.process import die_with_supervisor, prepare
 
 
 def _prefill(args: Sequence[str]) -> int:
     config = parse_flags(PrefillConfig, "pdserve prefill", args)
+    prepare(config)
     from deploy.node import run_node
 
     return run_node(DisaggregationMode.PREFILL, config)
@@ -24,6 +25,7 @@ def _prefill(args: Sequence[str]) -> int:
 
 def _decode(args: Sequence[str]) -> int:
     config = parse_flags(DecodeConfig, "pdserve decode", args)
+    prepare(config)
     from deploy.node import run_node
 
     return run_node(DisaggregationMode.DECODE, config)

@@ -1,4 +1,7 @@
-"""What a process does to itself at start: die with its supervisor, stay on its processors."""
+"""What a process does to itself at start: die with its supervisor, stay on its processors.
+
+All of it comes before torch and NIXL are imported, which read their surroundings once.
+"""
 
 import ctypes
 import os
@@ -6,6 +9,7 @@ import signal
 import sys
 from collections.abc import Mapping
 
+from common.config import NodeConfig
 from deploy.config import parse_cpus
 from deploy.errors import StartupError
 
@@ -30,6 +34,15 @@ def die_with_supervisor() -> None:
     if os.getppid() != int(supervisor):
         # It ended before the kernel knew of our wish.
         sys.exit("the supervisor is gone")
+
+
+def prepare(config: NodeConfig) -> None:
+    """Processors and environment of a node. Raises StartupError."""
+    pin_to(config.cpus)
+    if config.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(config.threads)
+    if config.ucx_tls is not None:
+        os.environ["UCX_TLS"] = config.ucx_tls
 
 
 def pin_to(cpus: str | None) -> None:

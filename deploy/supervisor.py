@@ -139,13 +139,21 @@ class Supervisor:
         await asyncio.Event().wait()
 
     async def stop(self) -> None:
-        """Ask every child to end, kill what has not after the bound, and take all in."""
+        """Ask every child to end, kill what has not after the bound, and take all in.
+
+        The essential ones go last, so that the others can still take their leave of them.
+        """
         self._stopping.set()
-        for child in self._children:
-            child.signal(signal.SIGTERM)
-        waiting = [keeper for keeper in self._keepers if not keeper.done()]
-        if waiting:
-            with contextlib.suppress(asyncio.CancelledError):
+        for essential in (False, True):
+            leaving = [
+                (child, keeper)
+                for child, keeper in zip(self._children, self._keepers, strict=False)
+                if child.spec.essential is essential
+            ]
+            for child, _ in leaving:
+                child.signal(signal.SIGTERM)
+            waiting = [keeper for _, keeper in leaving if not keeper.done()]
+            if waiting:
                 await asyncio.wait(waiting, timeout=self._stop_timeout_s)
         for child in self._children:
             if child.is_alive:
