@@ -36,7 +36,8 @@ from common.node_io.peer_server import PeerServer
 from common.node_io.peer_side import PeerSide
 from common.node_io.settings import CannotBind, IOSettings, NodeIdentity, Registration
 from common.node_io.thread import NodeIO
-from common.scheduler import Scheduler, SchedulerSettings
+from common.scheduler import Scheduler
+from common.settings import SchedulerSettings
 from decode_node.scheduler import DecodeScheduler
 from deploy.default_model import resolve_model
 from deploy.errors import StartupError
@@ -128,6 +129,7 @@ def _compose(
     """Build everything in the order of the module's picture; `stack` takes it down again."""
     began = time.monotonic()
     half = select_half(mode, config)
+    nixl_params = parse_params(config.nixl_params)
     identity = NodeIdentity(
         role=mode, name=name, incarnation=f"{mode}-{uuid4().hex}", pid=os.getpid()
     )
@@ -140,7 +142,7 @@ def _compose(
     runner = ModelRunner(model, cache, config.max_running_requests, max_model_len)
     runner.warm_up()
 
-    transfer = _register(config, cache, identity)
+    transfer = _register(nixl_params, cache, identity)
     stack.callback(transfer.close)
     io = NodeIO(identity, _io_settings(config), half.peers)
     io.start()
@@ -199,8 +201,7 @@ def _make_cache(config: NodeConfig, model: LoadedModel) -> PagedKVCache:
     return cache
 
 
-def _register(config: NodeConfig, cache: PagedKVCache, identity: NodeIdentity) -> NixlTransfer:
-    params = parse_params(config.nixl_params)
+def _register(params: dict[str, str], cache: PagedKVCache, identity: NodeIdentity) -> NixlTransfer:
     try:
         return NixlTransfer(
             cache.base_address, cache.num_pages, cache.page_bytes, identity.incarnation, params

@@ -1,0 +1,67 @@
+"""The compose file is valid, and every service's command line is one that we accept."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.config import DecodeConfig, PrefillConfig
+from deploy.flags import parse_flags
+from router.config import RouterConfig
+
+DEPLOY = Path(__file__).parents[3] / "deploy"
+SETTINGS: dict[str, type] = {
+    "router": RouterConfig,
+    "prefill": PrefillConfig,
+    "decode": DecodeConfig,
+}
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    text = (DEPLOY / "compose.yaml").read_text()
+    defaults = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+    loaded: dict[str, Any] = yaml.safe_load(defaults)
+    return loaded
+
+
+@pytest.mark.parametrize("service", SETTINGS)
+def test_the_command_of_a_service_is_accepted(compose: dict[str, Any], service: str) -> None:
+    command, *args = compose["services"][service]["command"]
+    assert command == service
+    parse_flags(SETTINGS[service], service, args)
+
+
+def test_nodes_dial_the_router_where_it_listens(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    router = parse_flags(RouterConfig, "", services["router"]["command"][1:])
+    assert (router.host, router.node_host) == ("0.0.0.0", "0.0.0.0")
+    for role in ("prefill", "decode"):
+        node = parse_flags(PrefillConfig, "", services[role]["command"][1:])
+        assert node.router == (f"tcp://router:{router.node_port}",)
+        assert "router" in services[role]["depends_on"]
+        health = services[role]["healthcheck"]["test"][-1]
+        assert f":{node.port}/health" in health
+    assert services["router"]["ports"] == [f"8000:{router.port}"]
+
+
+def test_every_service_is_built_from_the_dockerfile_and_shares_the_models(
+    compose: dict[str, Any],
+) -> None:
+    for service in compose["services"].values():
+        root = (DEPLOY / service["build"]["context"]).resolve()
+        assert root == DEPLOY.parent
+        assert (root / service["build"]["dockerfile"]).is_file()
+        (volume,) = service["volumes"]
+        assert volume.partition(":")[0] in compose["volumes"]
+
+
+def test_the_dockerfile_copies_every_package_that_is_installed() -> None:
+    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
+    copied = {word for line in lines if line.startswith("COPY") for word in shlex.split(line)[1:-1]}
+    packages = {path.parent.name for path in DEPLOY.parent.glob("*/__init__.py")}
+    assert copied >= packages - {"tests", "benchmarks"}
+    assert {"pyproject.toml", "README.md", "LICENSE"} <= copied

@@ -1,0 +1,123 @@
+"""Composition of a node: which half it becomes, and the settings it refuses."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from common.config import DecodeConfig, PrefillConfig
+from common.messages import Fingerprint
+from common.modes import DisaggregationMode
+from common.node_io.peer_dialler import PeerDialler
+from common.node_io.peer_server import PeerServer
+from common.settings import SchedulerSettings
+from decode_node.scheduler import DecodeScheduler
+from deploy.errors import StartupError
+from deploy.node import choose_max_model_len, parse_params, select_half
+from prefill_node.scheduler import PrefillScheduler
+from tests.tiny_models import MAX_POSITIONS, make_tiny_model
+
+ROOT = Path(__file__).parents[3]
+
+
+class Pages:
+    """As much of a page pool as a scheduler's construction asks for."""
+
+    page_bytes = 1024
+
+
+def scheduler_settings() -> SchedulerSettings:
+    agreed = Fingerprint(
+        wire_version=1, model="m", dtype="float32", num_layers=1, num_kv_heads=1, head_dim=2,
+        page_size=16,
+    )  # fmt: skip
+    return SchedulerSettings(
+        incarnation="i", fingerprint=agreed, num_pages=8, page_size=16, vocab_size=10,
+        max_model_len=64, max_running_requests=2, chunk_size=16,
+    )  # fmt: skip
+
+
+def test_prefill_mode_makes_a_prefill_scheduler_that_is_dialled() -> None:
+    half = select_half(DisaggregationMode.PREFILL, PrefillConfig())
+    scheduler = half.make_scheduler(scheduler_settings(), Pages())  # type: ignore[arg-type]
+    assert type(scheduler) is PrefillScheduler
+    assert isinstance(half.peers, PeerServer)
+
+
+def test_decode_mode_makes_a_decode_scheduler_that_dials() -> None:
+    half = select_half(DisaggregationMode.DECODE, DecodeConfig())
+    scheduler = half.make_scheduler(scheduler_settings(), Pages())  # type: ignore[arg-type]
+    assert type(scheduler) is DecodeScheduler
+    assert isinstance(half.peers, PeerDialler)
+
+
+def test_the_length_is_the_models_own_or_shorter() -> None:
+    assert choose_max_model_len(None, 512) == 512
+    assert choose_max_model_len(64, 512) == 64
+    with pytest.raises(StartupError, match="max_model_len: 513 is more than the model's 512"):
+        choose_max_model_len(513, 512)
+
+
+def test_nixl_parameters() -> None:
+    assert parse_params(["num_workers=2", "engine_config=a=b"]) == {
+        "num_workers": "2",
+        "engine_config": "a=b",
+    }
+    with pytest.raises(StartupError, match="'num_workers' is not key=value"):
+        parse_params(["num_workers"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_tiny_model("llama", folder, seed=1)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--max-model-len", str(MAX_POSITIONS + 1)], "max_model_len"),
+        (["--kv-cache-gib", "0.0000001"], "the page pool: "),
+        (["--cpus", "4095"], "cpus: 4095 is not among"),
+        (["--nixl-params", "nonsense"], "nixl_params: 'nonsense' is not key=value"),
+        (["--host", "192.0.2.1"], "cannot listen at 192.0.2.1"),
+    ],
+)
+def test_what_a_node_cannot_have_is_one_line_at_the_end(
+    model: Path, args: list[str], message: str
+) -> None:
+    command = [sys.executable, "-m", "prefill_node", "--model", str(model), "--num-pages", "16"]
+    if "--kv-cache-gib" in args:
+        command = command[:-2]
+    done = subprocess.run(
+        [*command, *args], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("pdserve prefill: ")
+    assert message in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_node_cleanly_also_without_a_router(
+    model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    args = ["--model", str(model), "--num-pages", "16", "--router", "tcp://127.0.0.1:9"]
+    log = tmp_path / "log"
+    with log.open("w") as sink:
+        node = subprocess.Popen([sys.executable, "-m", "decode_node", *args], cwd=ROOT, stderr=sink)
+        try:
+            until = time.monotonic() + 60
+            while "ready after" not in log.read_text() and time.monotonic() < until:
+                time.sleep(0.05)
+            os.kill(node.pid, number)
+            assert node.wait(20) == 0, log.read_text()
+        finally:
+            node.kill()
+            node.wait()
+    assert "Traceback" not in log.read_text()
