@@ -76,8 +76,14 @@ class Zoo:
 
     def greedy(self, variant: str, prompt: list[int], count: int) -> list[int]:
         """What transformers generates, not stopping at end-of-sequence."""
+        tokens = torch.tensor([prompt])
+        # With no mask given, transformers hides every pad token that a prompt happens to contain.
         output = self.reference(variant).generate(  # type: ignore[operator]
-            torch.tensor([prompt]), do_sample=False, max_new_tokens=count, eos_token_id=[]
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            do_sample=False,
+            max_new_tokens=count,
+            eos_token_id=[],
         )
         ids: list[int] = output[0].tolist()
         return ids[len(prompt) :]

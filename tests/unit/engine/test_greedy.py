@@ -5,6 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from common.engine.attention.base import AttentionBatch, Span
+from common.engine.attention.torch_backend import MAX_PADDED_PAGES, TorchAttention
 from tests.unit.engine.conftest import VARIANTS, Zoo
 from tests.unit.engine.driving import Engine, Generation, greedy
 
@@ -91,6 +93,30 @@ def test_decode_batch_of_very_unequal_lengths(zoo: Zoo, prompt: Prompt) -> None:
         engine.step(*((generation, 1) for generation in generations))
     for generation in generations:
         assert generation.outputs == zoo.greedy("llama", generation.prompt, 12)
+
+
+def test_decode_reads_little_more_than_it_must(zoo: Zoo) -> None:
+    """Short sequences beside long ones cost no more than their own pages and a little padding."""
+    engine = Engine(zoo.loaded("llama"), page_size=4)
+    attention = TorchAttention(engine.cache, 6, (None, 12, None), torch.float32)
+    starts = [0, 250, 3, 251, 7, 120, 8, 9, 200, 1]
+    spans = [Span(slot, start, 1) for slot, start in enumerate(starts)]
+    batch = AttentionBatch(
+        spans,
+        torch.zeros(len(spans), 64, dtype=torch.int64),
+        torch.arange(len(spans)),
+        torch.tensor(starts),
+    )
+    plan = attention.plan(batch)
+    read = {
+        window: sum(len(decode.gather) // (2 * engine.cache.num_kv_heads) for decode in decodes)
+        for window, decodes in ((w, p.decodes) for w, p in plan.windows.items())
+    }
+    needed = sum(start // 4 + 1 for start in starts)
+    groups = len(plan.windows[None].decodes)
+    assert groups < len(spans), "one product each would be slow for another reason"
+    assert needed <= read[None] <= needed + groups * MAX_PADDED_PAGES
+    assert read[12] <= len(spans) * 4, "a window of 12 spans at most 4 pages of 4"
 
 
 @pytest.mark.parametrize("variant", ["llama", "mistral", "qwen3"])

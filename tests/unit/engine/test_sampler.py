@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.engine.philox import philox4x32, uniform
-from common.engine.sampler import Draw, Sampler, candidates, token_logprob
+from common.engine.sampler import Draw, Sampler, SlotSampling, candidates, token_logprob
 from common.messages import SamplingParams
 from common.plan import Sample, SlotInit
 
@@ -172,7 +172,7 @@ def test_a_replay_draws_the_same_in_any_slot_and_batch() -> None:
     bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100), max_size=5),
     min_tokens=st.sampled_from([0, 30]),
 )
-def test_greedy_choice_equals_a_naive_reference(
+def test_adjusted_logits_equal_a_naive_reference(
     seed: int,
     prompt: list[int],
     outputs: list[int],
@@ -183,8 +183,6 @@ def test_greedy_choice_equals_a_naive_reference(
     min_tokens: int,
 ) -> None:
     logits = random_logits(seed)
-    # What was drawn before cannot have been banned by min_tokens then.
-    stop_token_ids = tuple({int(logits.argmax()), 4} - set(outputs))
     sampling = params(
         temperature=0.0,
         repetition_penalty=repetition,
@@ -192,17 +190,16 @@ def test_greedy_choice_equals_a_naive_reference(
         frequency_penalty=frequency,
         logit_bias=bias,
         min_tokens=min_tokens,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=(int(logits.argmax()), 4),
     )
-    # Half of the outputs are known at the start, the others are drawn (forced) one by one.
+    # Half of the outputs are known at the start, the others are drawn one by one.
     half = len(outputs) // 2
-    sampler = Sampler(VOCAB, CPU)
-    sampler.reset(0, SlotInit(sampling, prompt, outputs[:half]))
-    for index, token in enumerate(outputs[half:], start=half):
-        forced = torch.full((1, VOCAB), -1e6)
-        forced[0, token] = 1e6
-        assert sampler.sample(forced, [Draw(0, index)])[0].token_id == token
-    got = sampler.sample(logits.unsqueeze(0), [Draw(0, len(outputs))])[0].token_id
+    state = SlotSampling(SlotInit(sampling, prompt, outputs[:half]), VOCAB, CPU)
+    for token in outputs[half:]:
+        state.record(token)
+    before = logits.clone()
+    got = state.adjusted(logits, len(outputs))
+    assert torch.equal(logits, before), "the raw logits are still needed"
 
     want = logits.double().tolist()
     for token in range(VOCAB):
@@ -213,7 +210,7 @@ def test_greedy_choice_equals_a_naive_reference(
             want[token] = want[token] / repetition if want[token] > 0 else want[token] * repetition
         count = outputs.count(token)
         want[token] -= frequency * count + presence * (count > 0)
-    assert want[got] >= max(want) - 1e-4
+    torch.testing.assert_close(got, torch.tensor(want), rtol=1e-5, atol=1e-4)
 
 
 def test_min_tokens_bans_stop_tokens_until_then() -> None:
