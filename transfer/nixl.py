@@ -1,4 +1,4 @@
-"""The NIXL backend: one agent, one thread that posts and polls. All of `nixl` stays in this file.
+"""The NIXL backend. All of `nixl` stays in this file.
 
 Measured with nixl 1.5.1 (UCX): a post copies in the calling thread and can block for hundreds of
 milliseconds, hence the thread; the library's progress thread spins on a core and halves the
@@ -10,21 +10,20 @@ for the life of this process, hence a digest in front of it.
 import hashlib
 import logging
 import os
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Any
 
+import msgspec
 from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
 from common.messages import Incarnation, PeerMemory
-from common.plan import TransferCommand, TransferEvent, Write
+from common.plan import Write
 from transfer.layout import page_indices, page_rows
 from transfer.pacing import Pacing
-from transfer.poster import Poster, WriteState, describe
+from transfer.poster import WriteState, describe
+from transfer.threaded import ThreadedTransfer
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +31,6 @@ DIGEST_BYTES = 16
 SETTLE_S = 0.05
 """Between a write's failure and its `WriteFailed`: what a broken connection had already delivered
 to the receiver's host is taken in there meanwhile, and UCX lets go of the source pages."""
-DRAIN_S = 2.0
-"""How long `close` waits for posted writes before it ends the agent under them."""
-JOIN_S = 15.0
-"""How long `close` waits for the thread, which may be inside a post."""
-MAX_LOOK_INTERVAL_S = 0.005
-"""Between two looks while a long queue of commands is being worked off."""
-CLOSED = "this node's transfer is closed"
 
 if "NIXL_LOG_LEVEL" not in os.environ:
     logging.getLogger("nixl").setLevel(logging.WARNING)
@@ -128,17 +120,14 @@ class NixlAgent:
             self._take(posted, self._agent.check_xfer_state)
         if posted.state == "PROC":
             return WriteState.POSTED
-        if posted.state == "DONE":
-            posted.handle.release()
-            return WriteState.LANDED
-        if time.monotonic() - posted.failed_at < SETTLE_S:
+        if posted.state != "DONE" and time.monotonic() - posted.failed_at < SETTLE_S:
             return WriteState.POSTED
         try:
             posted.handle.release()
         except Exception:
-            # Still active, and not freed: ask again.
+            # It says that parts of it are still active, and has freed nothing: ask again.
             return WriteState.POSTED
-        return WriteState.BROKEN
+        return WriteState.LANDED if posted.state == "DONE" else WriteState.BROKEN
 
     def error(self, posted: PostedTransfer) -> str:
         return posted.error
@@ -179,7 +168,7 @@ class NixlAgent:
             log.debug("nothing of agent %s to drop: %s", name, describe(error))
 
 
-class NixlTransfer:
+class NixlTransfer(ThreadedTransfer[PostedTransfer]):
     """A `TransferBackend` over NIXL.
 
     The pool (`num_pages` pieces of `page_bytes` from `pool_address`) is registered once and must
@@ -200,7 +189,7 @@ class NixlTransfer:
         clock: Callable[[], float] = time.monotonic,
         pacing: Pacing | None = None,
     ) -> None:
-        described = PeerMemory(
+        memory = PeerMemory(
             agent_name=f"pdserve-{incarnation}",
             metadata=b"",
             base_address=pool_address,
@@ -209,122 +198,6 @@ class NixlTransfer:
             device_id=device_id,
             kind=kind,
         )
-        self._agent = NixlAgent(described, backend_params)
-        self._memory = PeerMemory(
-            agent_name=described.agent_name,
-            metadata=seal(self._agent.metadata()),
-            base_address=pool_address,
-            num_pages=num_pages,
-            page_bytes=page_bytes,
-            device_id=device_id,
-            kind=kind,
-        )
-        self._poster = Poster(self._agent, num_pages, page_bytes, clock)
-        self._pacing = pacing or Pacing()
-        self._commands: SimpleQueue[TransferCommand | None] = SimpleQueue()
-        self._events: deque[TransferEvent] = deque()
-        self._closing = threading.Event()
-        self._closed = False
-        self._wake: Callable[[], None] = _no_one
-        self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
-
-    @property
-    def memory(self) -> PeerMemory:
-        return self._memory
-
-    # ------------------------------------------------------------ the engine thread
-
-    def start(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
-        self._thread.start()
-
-    def submit(self, commands: Sequence[TransferCommand]) -> None:
-        for command in commands:
-            self._commands.put(command)
-        if self._closed:
-            self._end_queued()
-
-    def poll(self) -> list[TransferEvent]:
-        events: list[TransferEvent] = []
-        while self._events:
-            events.append(self._events.popleft())
-        return events
-
-    def close(self) -> None:
-        """Bounded by `DRAIN_S` for posted writes plus `JOIN_S` for a post that blocks."""
-        if self._closed:
-            return
-        self._closing.set()
-        self._commands.put(None)
-        if self._thread.ident is not None:
-            self._thread.join(JOIN_S)
-        if self._thread.is_alive():
-            log.error("the transfer thread is stuck in NIXL; its writes have no known end")
-            return
-        self._poster.abandon(CLOSED)  # lets go of the handles, which would keep the agent alive
-        self._agent.close()
-        self._closed = True
-        self._end_queued()
-
-    def _end_queued(self) -> None:
-        """End commands that no thread will read any more."""
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except Empty:
-                break
-            if command is not None:
-                self._poster.refuse([command], CLOSED)
-        self._publish()
-
-    # ------------------------------------------------------------ the transfer thread
-
-    def _run(self) -> None:
-        last_happening = time.monotonic()
-        while not self._closing.is_set():
-            pause_s = self._pacing.pause_s(
-                num_posted=self._poster.num_posted,
-                expecting=self._poster.expecting,
-                quiet_s=time.monotonic() - last_happening,
-            )
-            try:
-                if self._turn(pause_s):
-                    last_happening = time.monotonic()
-            except Exception:
-                log.exception("a turn of the transfer thread failed")
-                time.sleep(self._pacing.idle_s)
-        deadline = time.monotonic() + DRAIN_S
-        while self._poster.num_posted and time.monotonic() < deadline:
-            self._poster.progress()
-            self._publish()
-            time.sleep(self._pacing.posted_s)
-
-    def _turn(self, pause_s: float) -> bool:
-        """Sleep, work off what was submitted, look. Says whether anything happened."""
-        happened = False
-        try:
-            command = self._commands.get(timeout=pause_s)
-            look_at = time.monotonic() + MAX_LOOK_INTERVAL_S
-            while command is not None and not self._closing.is_set():
-                happened = True
-                self._poster.handle(command)
-                if time.monotonic() > look_at:
-                    break
-                command = self._commands.get_nowait()
-            else:
-                self._commands.put(command)
-        except Empty:
-            pass
-        self._poster.progress()
-        return self._publish() or happened
-
-    def _publish(self) -> bool:
-        events = self._poster.take_events()
-        if events:
-            self._events.extend(events)
-            self._wake()
-        return bool(events)
-
-
-def _no_one() -> None:
-    """The wake-up before `start`."""
+        agent = NixlAgent(memory, backend_params)
+        described = msgspec.structs.replace(memory, metadata=seal(agent.metadata()))
+        super().__init__(agent, described, clock, pacing or Pacing())

@@ -1,0 +1,236 @@
+"""What a library may do that neither backend does on demand: the poster and its thread stand it."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from common.messages import PeerMemory
+from common.plan import (
+    AddPeer,
+    ExpectWrites,
+    Notified,
+    PeerAdded,
+    PeerFailed,
+    RemovePeer,
+    RenewLease,
+    TransferEvent,
+    Write,
+    WriteDone,
+    WriteFailed,
+)
+from tests.unit.transfer.rig import write
+from transfer.pacing import Pacing
+from transfer.poster import Poster, WriteState
+from transfer.threaded import ThreadedTransfer
+
+MEMORY = PeerMemory(agent_name="agent", metadata=b"", base_address=4096, num_pages=8, page_bytes=16)
+
+
+@dataclass
+class ScriptedAgent:
+    """A write library that does as it is told and checks how it is used."""
+
+    states: dict[int, WriteState] = field(default_factory=dict)
+    """By room; POSTED if missing."""
+    refuses: bool = False
+    post_takes: threading.Event | None = None
+    known: list[str] = field(default_factory=list)
+    posted: list[int] = field(default_factory=list)
+    arrived: list[bytes] = field(default_factory=list)
+    broken_looks: int = 0
+    closed: bool = False
+
+    def add_peer(self, memory: PeerMemory) -> None:
+        if self.refuses:
+            raise RuntimeError("no")
+        assert memory.agent_name not in self.known
+        self.known.append(memory.agent_name)
+
+    def remove_peer(self, memory: PeerMemory) -> None:
+        assert not self.posted, "removed under a posted write"
+        self.known.remove(memory.agent_name)
+
+    def post(self, memory: PeerMemory, write: Write) -> int:
+        assert memory.agent_name in self.known
+        if self.refuses:
+            raise RuntimeError("no")
+        if self.post_takes is not None:
+            self.post_takes.wait(10)
+        self.posted.append(write.room)
+        return write.room
+
+    def state(self, handle: int) -> WriteState:
+        assert handle in self.posted, "asked after its final answer"
+        state = self.states.get(handle, WriteState.POSTED)
+        if state is not WriteState.POSTED:
+            self.posted.remove(handle)
+        return state
+
+    def error(self, handle: int) -> str:
+        return f"broke {handle}"
+
+    def notifications(self) -> list[bytes]:
+        if self.broken_looks:
+            self.broken_looks -= 1
+            raise RuntimeError("planted: no looks today")
+        arrived, self.arrived = self.arrived, []
+        return arrived
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def linked() -> tuple[ScriptedAgent, Poster[int]]:
+    agent = ScriptedAgent()
+    poster = Poster(agent, 8, 16, clock=lambda: 0.0)
+    poster.handle(AddPeer("p", MEMORY))
+    poster.handle(RenewLease("p", 1.0))
+    assert poster.take_events() == [PeerAdded("p")]
+    return agent, poster
+
+
+def look(poster: Poster[int]) -> list[TransferEvent]:
+    poster.progress()
+    return poster.take_events()
+
+
+def test_siblings_of_a_broken_write_keep_the_peer_until_they_ended() -> None:
+    agent, poster = linked()
+    for room in (1, 2, 3):
+        poster.handle(write(room, "p"))
+    agent.states[2] = WriteState.BROKEN
+    assert look(poster) == [WriteFailed(2, 0, "broke 2"), PeerFailed("p", "broke 2")]
+    assert agent.known == ["agent"]
+    poster.handle(write(4, "p"))
+    assert poster.take_events() == [WriteFailed(4, 0, "the peer is unknown")]
+    agent.states[1] = WriteState.BROKEN
+    assert look(poster) == [WriteFailed(1, 0, "broke 1")]
+    agent.states[3] = WriteState.LANDED
+    assert look(poster) == [WriteDone(3, 0, 16, 0.0)]
+    assert agent.known == []
+
+
+def test_a_returning_peer_waits_for_its_old_writes() -> None:
+    agent, poster = linked()
+    poster.handle(write(1, "p"))
+    poster.handle(RemovePeer("p"))
+    for command in (AddPeer("p", MEMORY), write(2, "p"), RenewLease("p", 1.0), write(3, "p")):
+        poster.handle(command)
+    assert look(poster) == []
+    agent.states[1] = WriteState.LANDED
+    assert look(poster) == [
+        WriteDone(1, 0, 16, 0.0),
+        PeerAdded("p"),
+        WriteFailed(2, 0, "the peer's lease is over"),
+    ]
+    assert agent.posted == [3]
+
+
+def test_changed_memory_starts_the_peer_over() -> None:
+    agent, poster = linked()
+    poster.handle(write(1, "p"))
+    moved = msgspec.structs.replace(MEMORY, base_address=8192)
+    poster.handle(AddPeer("p", moved))
+    assert poster.take_events() == []
+    agent.states[1] = WriteState.LANDED
+    assert look(poster) == [WriteDone(1, 0, 16, 0.0), PeerAdded("p")]
+    poster.handle(write(2, "p"))
+    assert poster.take_events() == [WriteFailed(2, 0, "the peer's lease is over")]
+
+
+def test_a_refused_post_ends_the_write_and_the_link() -> None:
+    agent, poster = linked()
+    agent.refuses = True
+    poster.handle(write(1, "p"))
+    why = "RuntimeError: no"
+    assert poster.take_events() == [WriteFailed(1, 0, why), PeerFailed("p", why)]
+    assert agent.known == []
+    poster.handle(AddPeer("p", MEMORY))
+    assert poster.take_events() == [PeerFailed("p", why)]
+
+
+def test_abandoning_ends_posted_and_waiting_writes() -> None:
+    _, poster = linked()
+    for command in (write(1, "p"), RemovePeer("p"), AddPeer("p", MEMORY), write(2, "p")):
+        poster.handle(command)
+    poster.abandon("closed")
+    assert poster.take_events() == [WriteFailed(1, 0, "closed"), WriteFailed(2, 0, "closed")]
+    assert poster.num_posted == 0
+
+
+def threaded(agent: ScriptedAgent) -> ThreadedTransfer[int]:
+    transfer = ThreadedTransfer(agent, MEMORY, lambda: 0.0, Pacing())
+    transfer.start(lambda: None)
+    transfer.submit([AddPeer("p", MEMORY), RenewLease("p", 1.0)])
+    assert events_of(transfer, 1) == [PeerAdded("p")]
+    return transfer
+
+
+def events_of(transfer: ThreadedTransfer[int], count: int) -> list[TransferEvent]:
+    events: list[TransferEvent] = []
+    deadline = time.monotonic() + 5
+    while len(events) < count and time.monotonic() < deadline:
+        events += transfer.poll()
+        time.sleep(0.001)
+    return events
+
+
+def test_submit_and_poll_return_at_once_while_a_post_blocks() -> None:
+    agent = ScriptedAgent(post_takes=threading.Event())
+    transfer = threaded(agent)
+    before = time.monotonic()
+    transfer.submit([write(room, "p", (room,)) for room in range(5)])
+    assert transfer.poll() == []
+    assert time.monotonic() - before < 0.5
+    assert agent.post_takes is not None
+    agent.states = dict.fromkeys(range(5), WriteState.LANDED)
+    agent.post_takes.set()
+    assert len(events_of(transfer, 5)) == 5
+    transfer.close()
+
+
+def test_writes_that_never_end_are_failed_by_close_after_the_agent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("transfer.threaded.DRAIN_S", 0.05)
+    agent = ScriptedAgent()
+    transfer = threaded(agent)
+    transfer.submit([write(1, "p")])
+    deadline = time.monotonic() + 5
+    while not agent.posted and time.monotonic() < deadline:
+        time.sleep(0.001)
+    transfer.close()
+    assert agent.closed
+    assert transfer.poll() == [WriteFailed(1, 0, "this node's transfer is closed")]
+
+
+def test_a_failing_look_is_survived(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("transfer.threaded.FAULT_PAUSE_S", 0.01)
+    agent = ScriptedAgent()
+    transfer = threaded(agent)
+    agent.broken_looks = 3
+    agent.arrived = [b"late but here"]
+    assert events_of(transfer, 1) == [Notified(b"late but here")]
+    assert "a turn of the transfer thread failed" in caplog.text
+    transfer.close()
+
+
+def test_pace_follows_what_is_due() -> None:
+    pacing = Pacing()
+    assert pacing.pause_s(num_posted=1, expecting=False, quiet_s=9) == pacing.posted_s
+    assert pacing.pause_s(num_posted=0, expecting=True, quiet_s=9) == pacing.due_s
+    assert pacing.pause_s(num_posted=0, expecting=False, quiet_s=0.1) == pacing.due_s
+    assert pacing.pause_s(num_posted=0, expecting=False, quiet_s=9) == pacing.idle_s
+
+
+def test_expecting_is_remembered() -> None:
+    _, poster = linked()
+    poster.handle(ExpectWrites(True))
+    assert poster.expecting
+    poster.handle(ExpectWrites(False))
+    assert not poster.expecting

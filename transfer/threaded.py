@@ -1,0 +1,171 @@
+"""A transfer backend with a thread of its own: it posts and polls, so that the engine never waits.
+
+The engine thread puts commands into a queue and takes events out of another; between the two the
+thread carries out commands, looks how posted writes fare, and sleeps as `transfer.pacing` says.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Generic, Protocol, TypeVar
+
+from common.messages import PeerMemory
+from common.plan import TransferCommand, TransferEvent
+from transfer.pacing import Pacing
+from transfer.poster import Poster, WriteAgent
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 2.0
+"""How long `close` waits for posted writes before it ends the agent under them."""
+JOIN_S = 15.0
+"""How long `close` waits for the thread, which may be inside a post."""
+LOOK_INTERVAL_S = 0.005
+"""Between two looks while a long queue of commands is being worked off."""
+FAULT_PAUSE_S = 0.5
+"""Sleep after a failure that no peer explains, so that a lasting one does not flood the log."""
+CLOSED = "this node's transfer is closed"
+
+Handle = TypeVar("Handle")
+
+
+class ClosableAgent(WriteAgent[Handle], Protocol[Handle]):
+    """A write library that can be ended, and with it whatever still runs in it."""
+
+    def close(self) -> None: ...
+
+
+class ThreadedTransfer(Generic[Handle]):
+    """A `TransferBackend` that drives an agent from its own thread. `clock` judges leases."""
+
+    def __init__(
+        self,
+        agent: ClosableAgent[Handle],
+        memory: PeerMemory,
+        clock: Callable[[], float],
+        pacing: Pacing,
+    ) -> None:
+        self._agent = agent
+        self._memory = memory
+        self._poster = Poster(agent, memory.num_pages, memory.page_bytes, clock)
+        self._pacing = pacing
+        self._commands: SimpleQueue[TransferCommand | None] = SimpleQueue()
+        self._events: deque[TransferEvent] = deque()
+        self._closing = threading.Event()
+        self._closed = False
+        self._wake: Callable[[], None] = _no_one
+        self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
+
+    @property
+    def memory(self) -> PeerMemory:
+        return self._memory
+
+    # ------------------------------------------------------------ the engine thread
+
+    def start(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._thread.start()
+
+    def submit(self, commands: Sequence[TransferCommand]) -> None:
+        for command in commands:
+            self._commands.put(command)
+        if self._closed:
+            self._end_queued()
+
+    def poll(self) -> list[TransferEvent]:
+        events: list[TransferEvent] = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def close(self) -> None:
+        """Bounded by `DRAIN_S` for posted writes plus `JOIN_S` for a post that blocks."""
+        if self._closed:
+            return
+        self._closing.set()
+        self._commands.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(JOIN_S)
+        if self._thread.is_alive():
+            log.error("the transfer thread is stuck in NIXL; its writes have no known end")
+            return
+        self._poster.abandon(CLOSED)  # lets go of the handles, which would keep the agent alive
+        self._agent.close()
+        self._closed = True
+        self._end_queued()
+
+    def _end_queued(self) -> None:
+        """End commands that no thread will read any more."""
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except Empty:
+                break
+            if command is not None:
+                self._poster.refuse([command], CLOSED)
+        self._publish()
+
+    # ------------------------------------------------------------ the transfer thread
+
+    def _run(self) -> None:
+        last_happening = time.monotonic()
+        while not self._closing.is_set():
+            pause_s = self._pacing.pause_s(
+                num_posted=self._poster.num_posted,
+                expecting=self._poster.expecting,
+                quiet_s=time.monotonic() - last_happening,
+            )
+            try:
+                if self._turn(pause_s):
+                    last_happening = time.monotonic()
+            except Exception:
+                log.exception("a turn of the transfer thread failed")
+                time.sleep(FAULT_PAUSE_S)
+        try:
+            self._drain()
+        except Exception:
+            log.exception("the transfer thread could not wait for its posted writes")
+
+    def _drain(self) -> None:
+        deadline = time.monotonic() + DRAIN_S
+        while self._poster.num_posted and time.monotonic() < deadline:
+            self._poster.progress()
+            self._publish()
+            time.sleep(self._pacing.posted_s)
+
+    def _turn(self, pause_s: float) -> bool:
+        """Sleep, work off what was submitted, look. Says whether anything happened."""
+        worked = self._work_off(pause_s)
+        self._poster.progress()
+        return self._publish() or worked
+
+    def _work_off(self, pause_s: float) -> bool:
+        """Wait for a command, `pause_s` at most; carry out what is queued until a look is due."""
+        try:
+            command = self._commands.get(timeout=pause_s)
+        except Empty:
+            return False
+        look_at = time.monotonic() + LOOK_INTERVAL_S
+        while command is not None:
+            self._poster.handle(command)
+            if self._closing.is_set() or time.monotonic() > look_at:
+                break
+            try:
+                command = self._commands.get_nowait()
+            except Empty:
+                break
+        return True
+
+    def _publish(self) -> bool:
+        events = self._poster.take_events()
+        if events:
+            self._events.extend(events)
+            self._wake()
+        return bool(events)
+
+
+def _no_one() -> None:
+    """The wake-up before `start`."""
