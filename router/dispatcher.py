@@ -16,25 +16,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
 
-import msgspec
-
 from common.messages import (
     Abort,
     Failed,
     FailureKind,
-    Generate,
     Incarnation,
     Room,
     SamplingParams,
     TokenOutput,
 )
 from common.modes import DisaggregationMode, PauseMode
+from router.attempts import Gap, generate_pair, news_of
 from router.effects import Delivery, Effects, Send
 from router.errors import ApiError, invalid, timed_out, too_busy, unavailable
 from router.load import LoadBook
 from router.nodes import Loss, NodeRegistry
 from router.policies import Choose, Pair, pick_pair
-from router.replay import CAUSE_OF_FAILURE, CAUSE_OF_LOSS, GiveUp, ReplayLimits, judge
+from router.replay import CAUSE_OF_FAILURE, CAUSE_OF_LOSS, GiveUp, ReplayLimits, blamed_for, judge
 from router.requests import (
     Attempt,
     Job,
@@ -185,41 +183,29 @@ class Dispatcher:
             return
         else:
             self._note_cached(job, output.cached_tokens)
-        have = len(job.output_ids)
-        end = output.index + len(output.token_ids)
-        if output.index > have or output.index < attempt.base or (output.finish and end < have):
-            self.counters["token_gaps"] += 1
-            self._abort_attempt(job)
-            self._replay(job, ReplayCause.GAP, {node}, now)
-            return
-        skip = have - output.index
-        new_ids = tuple(output.token_ids[skip : skip + job.sampling.max_tokens - have])
-        if not new_ids and output.finish is None:
-            self.counters["repeated_tokens"] += 1
-            return
-        self._accept(job, attempt, output, skip, new_ids, now)
+        news = news_of(job, attempt, output)
+        match news:
+            case None:
+                self.counters["repeated_tokens"] += 1
+            case Gap():
+                self.counters["token_gaps"] += 1
+                self._abort_attempt(job)
+                self._replay(job, ReplayCause.GAP, {node}, now, "tokens were lost")
+            case NewTokens():
+                self._accept(job, attempt, news, output.finish is not None, now)
 
     def _accept(
-        self,
-        job: Job,
-        attempt: Attempt,
-        output: TokenOutput,
-        skip: int,
-        new_ids: tuple[int, ...],
-        now: float,
+        self, job: Job, attempt: Attempt, news: NewTokens, node_is_done: bool, now: float
     ) -> None:
-        job.output_ids.extend(new_ids)
-        finish = output.finish or job.complete()
-        logprobs = None
-        if output.logprobs is not None:
-            logprobs = tuple(output.logprobs[skip : skip + len(new_ids)])
+        job.output_ids.extend(news.token_ids)
         if not attempt.first_token:
             attempt.first_token = True
             self._load.computed(attempt.room)
-        self._deliver_tokens(job, NewTokens(new_ids, logprobs, finish), now)
+        finish = news.finish or job.complete()
+        self._deliver_tokens(job, NewTokens(news.token_ids, news.logprobs, finish), now)
         if finish is None:
             return
-        if output.finish is None:  # the node would go on
+        if not node_is_done:
             self._abort_attempt(job)
         self._end(job, finish.value, now)
 
@@ -230,8 +216,9 @@ class Dispatcher:
             return
         job, attempt = found
         self._abort_attempt(job, but=node)
-        job.prefer = attempt.prefill
-        self._replay(job, ReplayCause.RETRACTED, set(), now)
+        if node == attempt.decode:  # prefill still has the prefix; if it retracts, it is paused
+            job.prefer = attempt.prefill
+        self._replay(job, ReplayCause.RETRACTED, {node}, now)
 
     def on_failed(self, node: Incarnation, failed: Failed, now: float) -> None:
         """A node cannot finish the room."""
@@ -243,11 +230,7 @@ class Dispatcher:
         if failed.kind in (FailureKind.INVALID, FailureKind.TOO_LARGE):
             self._fail(job, invalid(failed.message, None, failed.kind.value), now)
             return
-        blamed = {node}
-        if failed.kind is FailureKind.PEER_LOST:
-            blamed = {attempt.other(node)}
-        elif failed.kind in (FailureKind.TRANSFER, FailureKind.EXPIRED):
-            blamed = {attempt.prefill, attempt.decode}
+        blamed = blamed_for(failed.kind, node, attempt)
         self._replay(job, CAUSE_OF_FAILURE[failed.kind], blamed, now, failed.message)
 
     def on_aborted(self, node: Incarnation, room: Room, now: float) -> None:
@@ -328,23 +311,10 @@ class Dispatcher:
         job.times.dispatched = job.times.dispatched or now
         self._rooms[room] = job
         self._load.add(room, job, job.attempt)
-        generate = Generate(
-            room=room,
-            rid=job.rid,
-            attempt=job.attempts,
-            prompt_ids=job.prompt_ids,
-            output_ids=list(job.output_ids),
-            sampling=job.sampling,
-            age_s=now - job.times.accepted,
-        )
-        node = self._registry.get(pair.prefill)
-        assert node is not None
-        for_decode = msgspec.structs.replace(
-            generate,
-            prefill_address=node.hello.side_channel,
-            prefill_incarnation=pair.prefill,
-        )
-        self._effects.sends += (Send(pair.prefill, generate), Send(pair.decode, for_decode))
+        prefill = self._registry.get(pair.prefill)
+        assert prefill is not None
+        for_prefill, for_decode = generate_pair(job, job.attempt, prefill.hello.side_channel, now)
+        self._effects.sends += (Send(pair.prefill, for_prefill), Send(pair.decode, for_decode))
 
     # ------------------------------------------------------------ ends of attempts
 

@@ -70,6 +70,8 @@ class Node:
     step_age_s: float = 0.0
     state: NodeState = NodeState.READY
     linked: bool = True
+    pausing: int = 0
+    """Pauses on their way to it."""
     next_from: int = 2
     sent: int = 0
 
@@ -79,7 +81,7 @@ class Node:
 
     @property
     def takes_work(self) -> bool:
-        return self.linked and self.state is NodeState.READY
+        return self.linked and self.state is NodeState.READY and not self.pausing
 
     @property
     def stays(self) -> bool:

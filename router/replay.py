@@ -8,10 +8,10 @@ or a raising forward pass may be the request's own doing, so it gets few more tr
 from dataclasses import dataclass
 from random import Random
 
-from common.messages import FailureKind
+from common.messages import FailureKind, Incarnation
 from router.errors import ApiError, internal, too_busy
 from router.nodes import Loss
-from router.requests import Job, ReplayCause
+from router.requests import Attempt, Job, ReplayCause
 
 CAUSE_OF_LOSS = {
     Loss.SILENT: ReplayCause.DEATH,
@@ -28,6 +28,8 @@ CAUSE_OF_FAILURE = {
     FailureKind.ENGINE: ReplayCause.ENGINE,
 }
 """The other kinds are the request's own fault and are never replayed."""
+
+MAX_BACKOFF_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +64,22 @@ def judge(
         return GiveUp(_exhausted(cause, why))
     if cause is ReplayCause.DEATH:
         return ReplayAfter(0.0)
-    return ReplayAfter(limits.backoff_s * 2**tried * random.uniform(0.5, 1.0))
+    wait_s = min(MAX_BACKOFF_S, limits.backoff_s * 2 ** min(tried, 16))
+    return ReplayAfter(wait_s * random.uniform(0.5, 1.0))
 
 
 def _exhausted(cause: ReplayCause, why: str) -> ApiError:
     if cause is ReplayCause.REFUSED:
         return too_busy(f"no node takes the request now: {why}")
     return internal(f"gave up after several attempts: {why or cause.value}", cause.value)
+
+
+def blamed_for(kind: FailureKind, node: Incarnation, attempt: Attempt) -> set[Incarnation]:
+    """Which nodes the next attempt had better avoid, when `node` reports a failure."""
+    match kind:
+        case FailureKind.PEER_LOST:
+            return {attempt.other(node)}
+        case FailureKind.TRANSFER | FailureKind.EXPIRED:
+            return {attempt.prefill, attempt.decode}
+        case _:
+            return {node}

@@ -68,6 +68,7 @@ class RouterService:
         self._admin_timeout_s = admin_timeout_s
         self._clock = clock
         self._timer: asyncio.Task[None] | None = None
+        self._closing: ApiError | None = None
 
     # ------------------------------------------------------------ life
 
@@ -126,6 +127,8 @@ class RouterService:
         Raises:
             ApiError: 429 or 503.
         """
+        if self._closing is not None:
+            raise self._closing
         self.dispatcher.check_room_for(len(choices))
         now = self._clock()
         several = len(choices) > 1
@@ -144,8 +147,9 @@ class RouterService:
         self._settle(now)
 
     def fail_all(self, error: ApiError) -> None:
-        """End everything with an error: the router itself goes away."""
+        """End everything with an error, and refuse what comes after: the router goes away."""
         now = self._clock()
+        self._closing = error
         self.dispatcher.fail_all(error, now)
         self._settle(now)
 
@@ -179,10 +183,17 @@ class RouterService:
         """Have nodes carry out a verb; waits for each answer, with a bound."""
         round_id, sends = self._desk.begin(nodes, verb)
         now = self._clock()
+        pausing = isinstance(verb, Pause)
+        for node in nodes:  # what it retracts must not be given back to it before it replies
+            node.pausing += pausing
         for send in sends:
             self._send(send, now)
         self._settle(now)
-        return await self._desk.finish(round_id, self._admin_timeout_s)
+        try:
+            return await self._desk.finish(round_id, self._admin_timeout_s)
+        finally:
+            for node in nodes:
+                node.pausing -= pausing
 
     # ------------------------------------------------------------ what nodes say
 

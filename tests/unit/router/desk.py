@@ -1,0 +1,203 @@
+"""A dispatcher with nodes that only exist as registry entries, and a clock in the test's hand."""
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import TypeVar
+
+import msgspec
+
+from common.messages import (
+    WIRE_VERSION,
+    Abort,
+    Envelope,
+    Failed,
+    FailureKind,
+    Fingerprint,
+    Generate,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    NodeState,
+    NodeStats,
+    SamplingParams,
+    StopReason,
+    TokenLogprob,
+    TokenOutput,
+    ToRouter,
+)
+from common.modes import DisaggregationMode
+from router.dispatcher import Dispatcher, Limits
+from router.nodes import Loss, NodeRegistry
+from router.policies import round_robin
+from router.requests import Attempt, Job, JobAborted, JobFailed, NewTokens, Output
+
+ME = "router"
+FINGERPRINT = Fingerprint(
+    wire_version=WIRE_VERSION,
+    model="m",
+    dtype="float32",
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=4,
+    page_size=16,
+)
+Message = TypeVar("Message")
+
+
+def hello(
+    role: DisaggregationMode, name: str, *, num_pages: int = 64, **fingerprint: object
+) -> Hello:
+    return Hello(
+        role=role,
+        name=name,
+        url="http://node",
+        pid=1,
+        served_model_name="m",
+        fingerprint=msgspec.structs.replace(FINGERPRINT, **fingerprint),
+        max_model_len=512,
+        max_running_requests=8,
+        num_pages=num_pages,
+        side_channel=f"tcp://{name}",
+    )
+
+
+@dataclass
+class Ear:
+    """Remembers what a listener was told."""
+
+    outputs: list[Output] = field(default_factory=list)
+
+    def deliver(self, output: Output) -> None:
+        assert not self.ended, "something came after the end"
+        self.outputs.append(output)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [t for out in self.outputs if isinstance(out, NewTokens) for t in out.token_ids]
+
+    @property
+    def ended(self) -> str | None:
+        """How it ended, or None."""
+        match self.outputs[-1:]:
+            case [NewTokens(finish=finish)] if finish is not None:
+                return finish.value
+            case [JobAborted()]:
+                return "abort"
+            case [JobFailed(error)]:
+                return str(error.status)
+            case _:
+                return None
+
+
+class Desk:
+    """Nodes are named p1, p2, ..., d1, d2, ...; their incarnation is their name."""
+
+    def __init__(self, nodes: str = "p1 d1", **limits: object) -> None:
+        self.now = 100.0
+        self.registry = NodeRegistry(ME, timeout_s=3.0)
+        self.dispatcher = Dispatcher(
+            self.registry,
+            Limits(**limits),  # type: ignore[arg-type]
+            choose_prefill=round_robin(),
+            choose_decode=round_robin(),
+            random=Random(7),
+        )
+        self.sent: list[tuple[str, object]] = []
+        for name in nodes.split():
+            self.join(name)
+
+    # ------------------------------------------------------------ nodes
+
+    def join(self, name: str, *, num_pages: int = 64, **fingerprint: object) -> None:
+        role = DisaggregationMode.PREFILL if name[0] == "p" else DisaggregationMode.DECODE
+        self.say(name, hello(role, name, num_pages=num_pages, **fingerprint), to="", seq=1)
+        self.dispatcher.dispatch(self.now)
+        self.settle()
+
+    def say(self, name: str, body: ToRouter, to: str = ME, seq: int | None = None) -> None:
+        """Something that concerns the registry only."""
+        node = self.registry.get(name)
+        number = seq or (node.next_from if node is not None else 1)
+        self.registry.receive(name.encode(), Envelope(name, to, number, body), self.now)
+
+    def set_state(self, name: str, state: NodeState) -> None:
+        self.say(name, Heartbeat(stats=NodeStats(state=state), step_age_s=0.0))
+        self.tick()
+
+    def lose(self, name: str, loss: Loss) -> None:
+        if loss in (Loss.LEFT, Loss.SILENT):
+            self.say(name, Goodbye())
+        if loss is Loss.UNREACHABLE:
+            self.registry.unreachable(name)
+        self.dispatcher.on_node_loss(name, loss, self.now)
+        self.settle()
+
+    # ------------------------------------------------------------ requests
+
+    def submit(self, rid: str = "r", max_tokens: int = 8, **sampling: object) -> Job:
+        params = SamplingParams(max_tokens=max_tokens, seed=1, **sampling)  # type: ignore[arg-type]
+        job = self.dispatcher.submit(rid, "", [5, 6, 7], params, Ear(), self.now)
+        self.settle()
+        return job
+
+    def tokens(
+        self,
+        node: str,
+        room: int,
+        index: int,
+        *token_ids: int,
+        finish: StopReason | None = None,
+        logprobs: list[TokenLogprob] | None = None,
+        cached_tokens: int = 0,
+    ) -> None:
+        output = TokenOutput(
+            room=room,
+            index=index,
+            token_ids=list(token_ids),
+            finish=finish,
+            logprobs=logprobs,
+            cached_tokens=cached_tokens,
+        )
+        self.dispatcher.on_tokens(node, output, self.now)
+        self.settle()
+
+    def retract(self, node: str, room: int) -> None:
+        self.dispatcher.on_retracted(node, room, self.now)
+        self.settle()
+
+    def fail(self, node: str, room: int, kind: FailureKind) -> None:
+        self.dispatcher.on_failed(node, Failed(room=room, kind=kind, message="why"), self.now)
+        self.settle()
+
+    def tick(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        self.dispatcher.tick(self.now)
+        self.settle()
+
+    def settle(self) -> None:
+        effects = self.dispatcher.drain()
+        self.sent += [(send.node, send.body) for send in effects.sends]
+        for delivery in effects.deliveries:
+            delivery.job.listener.deliver(delivery.output)
+
+    # ------------------------------------------------------------ what to look at
+
+    def generates(self, node: str) -> list[Generate]:
+        return [body for to, body in self.sent if to == node and isinstance(body, Generate)]
+
+    def aborts(self, node: str) -> list[int]:
+        return [body.room for to, body in self.sent if to == node and isinstance(body, Abort)]
+
+
+def attempt(job: Job) -> Attempt:
+    assert job.attempt is not None, f"{job.state}"
+    return job.attempt
+
+
+def room(job: Job) -> int:
+    return attempt(job).room
+
+
+def ear(job: Job) -> Ear:
+    assert isinstance(job.listener, Ear)
+    return job.listener

@@ -1,0 +1,438 @@
+"""The life of a request at the router, with scripted nodes."""
+
+import pytest
+
+from common.messages import FailureKind, NodeState, StopReason, TokenLogprob
+from common.modes import PauseMode
+from router.errors import ApiError, unavailable
+from router.nodes import Loss
+from router.replay import ReplayLimits
+from router.requests import EDGES, IllegalTransition, JobState, NewTokens
+from tests.unit.router.desk import Desk, attempt, ear, room
+
+RETRYABLE = [
+    FailureKind.TRANSFER,
+    FailureKind.EXPIRED,
+    FailureKind.PEER_LOST,
+    FailureKind.REFUSED,
+    FailureKind.ENGINE,
+]
+
+# ---------------------------------------------------------------- dispatch
+
+
+def test_both_nodes_get_the_request_and_decode_is_told_of_prefill() -> None:
+    desk = Desk()
+    job = desk.submit()
+    (prefill,), (decode,) = desk.generates("p1"), desk.generates("d1")
+    assert prefill.room == decode.room == room(job) != 0
+    assert (prefill.prompt_ids, prefill.output_ids, prefill.attempt) == ([5, 6, 7], [], 1)
+    assert (prefill.prefill_address, prefill.prefill_incarnation) == ("", "")
+    assert (decode.prefill_address, decode.prefill_incarnation) == ("tcp://p1", "p1")
+
+
+def test_every_attempt_has_a_room_of_its_own() -> None:
+    desk = Desk()
+    jobs = [desk.submit(f"r{i}") for i in range(50)]
+    for job in jobs:
+        desk.retract("d1", room(job))
+    rooms = [generate.room for generate in desk.generates("p1")]
+    assert len(rooms) == len(set(rooms)) == 100
+
+
+def test_a_request_id_used_twice_is_another_one_for_nodes() -> None:
+    desk = Desk()
+    first, second = desk.submit("same"), desk.submit("same")
+    assert first.public_rid == second.public_rid
+    assert len({generate.rid for generate in desk.generates("d1")}) == 2
+
+
+def test_too_many_requests_and_no_node_are_told_apart() -> None:
+    desk = Desk(max_requests=1)
+    desk.dispatcher.check_room_for(1)
+    desk.submit()
+    with pytest.raises(ApiError) as busy:
+        desk.dispatcher.check_room_for(1)
+    assert (busy.value.status, busy.value.retry_after_s) == (429, 1)
+    with pytest.raises(ApiError) as nobody:
+        Desk("p1").dispatcher.check_room_for(1)
+    assert nobody.value.status == 503
+    assert "decode" in nobody.value.message
+
+
+def test_only_nodes_with_equal_fingerprints_work_together() -> None:
+    desk = Desk("p1")
+    desk.join("d1", page_size=32)
+    with pytest.raises(ApiError, match="page_size"):
+        desk.dispatcher.check_room_for(1)
+    desk.join("d2")
+    for i in range(4):
+        assert attempt(desk.submit(f"r{i}")).decode == "d2"
+
+
+def test_a_request_goes_where_it_fits() -> None:
+    desk = Desk("p1")
+    desk.join("d1", num_pages=1)
+    desk.join("d2")
+    assert {attempt(desk.submit(f"r{i}", max_tokens=40)).decode for i in range(4)} == {"d2"}
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def test_first_token_comes_from_prefill_and_decode_repeats_it() -> None:
+    desk = Desk()
+    job = desk.submit()
+    desk.tokens("p1", room(job), 0, 50, cached_tokens=2)
+    assert ear(job).tokens == [50]
+    desk.tokens("d1", room(job), 0, 50, 51)
+    desk.tokens("d1", room(job), 2, 52, finish=StopReason.STOP)
+    assert ear(job).tokens == [50, 51, 52]
+    assert ear(job).ended == "stop"
+    assert job.cached_tokens == 2
+    assert not desk.aborts("p1") + desk.aborts("d1")
+
+
+def test_repeated_tokens_are_heard_once() -> None:
+    desk = Desk()
+    job = desk.submit()
+    for _ in range(3):
+        desk.tokens("d1", room(job), 0, 50, 51)
+    desk.tokens("p1", room(job), 0, 50)
+    assert ear(job).tokens == [50, 51]
+
+
+def test_logprobs_stay_with_their_tokens() -> None:
+    desk = Desk()
+    job = desk.submit(logprobs=0)
+    one, two = TokenLogprob(-1.0), TokenLogprob(-2.0)
+    desk.tokens("p1", room(job), 0, 50, logprobs=[one])
+    desk.tokens("d1", room(job), 0, 50, 51, logprobs=[one, two])
+    assert ear(job).outputs == [NewTokens((50,), (one,)), NewTokens((51,), (two,))]
+
+
+def test_a_gap_ends_the_attempt_on_both_nodes_and_replays() -> None:
+    desk = Desk()
+    job = desk.submit()
+    old = room(job)
+    desk.tokens("p1", old, 0, 50)
+    desk.tokens("d1", old, 2, 52)
+    assert ear(job).tokens == [50]
+    assert job.state is JobState.BACKING_OFF
+    assert desk.aborts("p1") == desk.aborts("d1") == [old]
+    desk.tick(1.0)
+    again = desk.generates("d1")[-1]
+    assert (again.output_ids, again.attempt) == ([50], 2)
+    assert again.room != old
+
+
+def test_messages_of_an_earlier_attempt_do_nothing() -> None:
+    desk = Desk()
+    job = desk.submit()
+    old = room(job)
+    desk.tokens("p1", old, 0, 50)
+    desk.retract("d1", old)
+    desk.tokens("d1", old, 1, 66, finish=StopReason.STOP)
+    desk.retract("d1", old)
+    desk.fail("d1", old, FailureKind.INVALID)
+    desk.dispatcher.on_aborted("d1", old, desk.now)
+    desk.settle()
+    assert ear(job).tokens == [50]
+    assert job.state is JobState.DISPATCHED
+    assert desk.dispatcher.counters["stale_rooms"] == 4
+    desk.tokens("d1", room(job), 1, 51, finish=StopReason.LENGTH)
+    assert ear(job).tokens == [50, 51]
+
+
+def test_only_the_pair_of_a_room_may_speak_of_it() -> None:
+    desk = Desk("p1 d1 d2")
+    job = desk.submit()
+    stranger = "d2" if attempt(job).decode == "d1" else "d1"
+    desk.tokens(stranger, room(job), 0, 66)
+    desk.fail(stranger, room(job), FailureKind.INVALID)
+    assert ear(job).outputs == []
+
+
+def test_an_output_that_is_complete_is_not_replayed() -> None:
+    desk = Desk()
+    job = desk.submit(max_tokens=3)
+    desk.tokens("d1", room(job), 0, 50, 51, 52, 53, 54)
+    assert ear(job).tokens == [50, 51, 52]
+    assert ear(job).ended == "length"
+    assert desk.aborts("d1")
+
+
+def test_tokens_of_a_node_that_overlooks_its_stop_token_end_the_request() -> None:
+    desk = Desk()
+    job = desk.submit(stop_token_ids=(51,))
+    desk.tokens("d1", room(job), 0, 50, 51)
+    assert ear(job).ended == "stop"
+
+
+# ---------------------------------------------------------------- losses
+
+
+@pytest.mark.parametrize("loss", list(Loss))
+def test_prefill_lost_after_decode_has_spoken_is_no_loss(loss: Loss) -> None:
+    desk = Desk()
+    job = desk.submit()
+    desk.tokens("d1", room(job), 0, 50)
+    desk.lose("p1", loss)
+    assert len(desk.generates("d1")) == 1
+    desk.tokens("d1", room(job), 1, 51, finish=StopReason.STOP)
+    assert ear(job).tokens == [50, 51]
+
+
+def test_prefill_dies_after_the_first_token_and_nothing_is_lost_or_doubled() -> None:
+    desk = Desk("p1 d1")
+    job = desk.submit()
+    old = room(job)
+    desk.tokens("p1", old, 0, 50)
+    desk.lose("p1", Loss.SILENT)
+    assert desk.aborts("d1") == [old]
+    assert job.state is JobState.QUEUED
+    desk.join("p2")
+    assert desk.generates("p2")[0].output_ids == [50]
+    desk.tokens("p2", room(job), 1, 51)
+    desk.tokens("d1", room(job), 1, 51, 52)
+    assert ear(job).tokens == [50, 51, 52]
+
+
+def test_a_dead_decode_is_replaced_by_another() -> None:
+    desk = Desk("p1 d1 d2")
+    job = desk.submit()
+    dead = attempt(job).decode
+    desk.tokens(dead, room(job), 0, 50, 51)
+    desk.lose(dead, Loss.SILENT)
+    assert attempt(job).decode != dead
+    assert desk.generates(attempt(job).decode)[-1].output_ids == [50, 51]
+
+
+def test_a_request_that_kills_nodes_is_not_tried_for_ever() -> None:
+    desk = Desk("p1 d1 d2 d3 d4")
+    job = desk.submit()
+    for _ in range(3):
+        assert ear(job).ended is None
+        desk.lose(attempt(job).decode, Loss.UNREACHABLE)
+    assert ear(job).ended == "500"
+    assert job.attempts == 3
+
+
+def test_retractions_and_goodbyes_are_not_counted() -> None:
+    desk = Desk()
+    job = desk.submit()
+    desk.tokens("d1", room(job), 0, 50)
+    for i in range(40):
+        desk.retract("d1", room(job))
+        if i % 10 == 0:
+            desk.lose("d1", Loss.LEFT)
+            desk.join("d1")
+    assert ear(job).ended is None
+    assert job.attempts > 40
+
+
+@pytest.mark.parametrize("kind", RETRYABLE)
+def test_faults_are_replayed_a_few_times_with_a_wait(kind: FailureKind) -> None:
+    limits = ReplayLimits(max_after_death=2, max_after_fault=3, backoff_s=0.1)
+    desk = Desk(replay=limits)
+    job = desk.submit()
+    waits = []
+    while ear(job).ended is None:
+        desk.fail("p1", room(job), kind)
+        waits.append(0.0)
+        while job.state is JobState.BACKING_OFF:
+            desk.tick(0.01)
+            waits[-1] += 0.01
+    tries = 2 if kind is FailureKind.ENGINE else 3
+    assert job.attempts == tries + 1
+    assert all(wait > 0.04 for wait in waits[:-1])
+    assert waits[tries - 1] > waits[0]
+    assert ear(job).ended == ("429" if kind is FailureKind.REFUSED else "500")
+
+
+@pytest.mark.parametrize("kind", [FailureKind.INVALID, FailureKind.TOO_LARGE])
+def test_what_can_never_run_is_400_at_once_and_the_other_half_is_cancelled(
+    kind: FailureKind,
+) -> None:
+    desk = Desk()
+    job = desk.submit()
+    old = room(job)
+    desk.fail("p1", old, kind)
+    assert ear(job).ended == "400"
+    assert (desk.aborts("d1"), desk.aborts("p1")) == ([old], [])
+
+
+def test_a_lost_peer_is_avoided_not_its_reporter() -> None:
+    desk = Desk("p1 p2 d1 d2")
+    job = desk.submit()
+    first = attempt(job)
+    desk.fail(first.decode, first.room, FailureKind.PEER_LOST)
+    desk.tick(1.0)
+    assert attempt(job).prefill != first.prefill
+
+
+def test_decodes_retraction_prefers_the_prefill_that_has_the_prefix() -> None:
+    desk = Desk("p1 p2 p3 d1 d2")
+    job = desk.submit()
+    first = attempt(job)
+    desk.retract(first.decode, first.room)
+    assert attempt(job).prefill == first.prefill
+    desk.retract(first.prefill, room(job))
+    assert attempt(job).prefill != first.prefill
+
+
+def test_a_gap_in_the_link_aborts_what_the_node_still_holds() -> None:
+    desk = Desk()
+    job = desk.submit()
+    old = room(job)
+    desk.lose("d1", Loss.GAP)
+    assert desk.aborts("d1") == [old]
+    desk.tick(1.0)
+    old = room(job)
+    desk.lose("d1", Loss.RELINKED)
+    assert old not in desk.aborts("d1")
+    assert old in desk.aborts("p1")
+
+
+# ---------------------------------------------------------------- waiting
+
+
+def test_a_replay_waits_for_a_node_only_so_long() -> None:
+    desk = Desk(node_wait_s=5.0)
+    job = desk.submit()
+    desk.lose("d1", Loss.SILENT)
+    desk.tick(0.0)
+    desk.tick(4.9)
+    assert job.state is JobState.QUEUED
+    desk.tick(0.2)
+    assert ear(job).ended == "503"
+
+
+def test_a_node_that_comes_in_time_ends_the_wait() -> None:
+    desk = Desk(node_wait_s=5.0)
+    job = desk.submit()
+    desk.lose("d1", Loss.SILENT)
+    desk.tick(4.0)
+    desk.join("d2")
+    assert attempt(job).decode == "d2"
+    desk.tick(4.0)
+    assert ear(job).ended is None
+
+
+def test_paused_nodes_hold_requests_without_a_bound() -> None:
+    desk = Desk(node_wait_s=5.0)
+    desk.set_state("d1", NodeState.PAUSED)
+    job = desk.submit()
+    desk.tick(100.0)
+    assert job.state is JobState.QUEUED
+    desk.set_state("d1", NodeState.READY)
+    assert attempt(job).decode == "d1"
+
+
+def test_the_deadline_counts_in_every_state() -> None:
+    desk = Desk(request_timeout_s=10.0)
+    dispatched, backing_off = desk.submit("a"), desk.submit("b")
+    desk.fail("d1", room(backing_off), FailureKind.TRANSFER)
+    desk.dispatcher.pause(PauseMode.IN_PLACE, desk.now)
+    queued = desk.submit("c")
+    desk.tick(10.0)
+    assert [ear(job).ended for job in (dispatched, backing_off, queued)] == ["504"] * 3
+    assert len(desk.dispatcher) == 0
+
+
+def test_retracted_requests_keep_their_rank_and_go_before_new_ones() -> None:
+    desk = Desk()
+    old = [desk.submit(f"old{i}") for i in range(3)]
+    desk.dispatcher.pause(PauseMode.RETRACT, desk.now)
+    new = [desk.submit(f"new{i}") for i in range(2)]
+    for i in (2, 0, 1):
+        desk.retract("d1", room(old[i]))
+    assert {job.state for job in [*old, *new]} == {JobState.QUEUED}
+    desk.sent.clear()
+    desk.dispatcher.resume(desk.now)
+    desk.settle()
+    order = [generate.rid for generate in desk.generates("p1")]
+    assert order == ["old0", "old1", "old2", "new0", "new1"]
+
+
+# ---------------------------------------------------------------- ends on demand
+
+
+def test_abort_reaches_every_state() -> None:
+    desk = Desk()
+    dispatched, backing_off = desk.submit("a"), desk.submit("b")
+    desk.fail("d1", room(backing_off), FailureKind.TRANSFER)
+    desk.dispatcher.pause(PauseMode.IN_PLACE, desk.now)
+    queued = desk.submit("c")
+    old = room(dispatched)
+    jobs = desk.dispatcher.unfinished()
+    assert desk.dispatcher.abort(jobs, desk.now, "asked") == 3
+    desk.settle()
+    assert [ear(job).ended for job in (dispatched, backing_off, queued)] == ["abort"] * 3
+    assert old in desk.aborts("p1")
+    assert old in desk.aborts("d1")
+    desk.dispatcher.resume(desk.now)
+    desk.tick(60.0)
+    assert len(desk.generates("d1")) == 2
+    assert desk.dispatcher.abort(jobs, desk.now, "again") == 0
+
+
+def test_a_client_that_left_hears_nothing_and_both_nodes_are_told() -> None:
+    desk = Desk()
+    job = desk.submit()
+    old = room(job)
+    desk.dispatcher.cancel(job, desk.now)
+    desk.dispatcher.cancel(job, desk.now)
+    desk.settle()
+    assert ear(job).outputs == []
+    assert desk.aborts("p1") == desk.aborts("d1") == [old]
+    desk.tokens("d1", old, 0, 50)
+    assert ear(job).outputs == []
+
+
+def test_a_node_side_abort_ends_the_request() -> None:
+    desk = Desk()
+    job = desk.submit()
+    old = room(job)
+    desk.dispatcher.on_aborted("p1", old, desk.now)
+    desk.settle()
+    assert ear(job).ended == "abort"
+    assert desk.aborts("d1") == [old]
+
+
+def test_pause_abort_ends_what_is_there_and_holds_what_comes() -> None:
+    desk = Desk()
+    job = desk.submit("a")
+    desk.dispatcher.pause(PauseMode.ABORT, desk.now)
+    late = desk.submit("b")
+    assert ear(job).ended == "abort"
+    assert late.state is JobState.QUEUED
+    desk.dispatcher.pause(PauseMode.ABORT, desk.now)
+    desk.settle()
+    assert ear(late).ended == "abort"
+
+
+@pytest.mark.parametrize("mode", list(PauseMode))
+def test_pausing_an_idle_router_is_a_no_op_that_can_be_repeated(mode: PauseMode) -> None:
+    desk = Desk()
+    for _ in range(2):
+        desk.dispatcher.pause(mode, desk.now)
+    desk.dispatcher.resume(desk.now)
+    assert desk.submit().state is JobState.DISPATCHED
+
+
+def test_shutdown_answers_everybody() -> None:
+    desk = Desk()
+    jobs = [desk.submit(f"r{i}") for i in range(3)]
+    desk.dispatcher.fail_all(unavailable("going"), desk.now)
+    desk.settle()
+    assert [ear(job).ended for job in jobs] == ["503"] * 3
+
+
+def test_the_table_refuses_other_edges() -> None:
+    desk = Desk()
+    job = desk.submit()
+    desk.dispatcher.cancel(job, desk.now)
+    assert EDGES[JobState.ENDED] == frozenset()
+    with pytest.raises(IllegalTransition):
+        job.move(JobState.QUEUED)

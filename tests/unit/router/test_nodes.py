@@ -1,0 +1,169 @@
+"""Who is linked, what is stale, what was lost: the registry's judgement."""
+
+from common.messages import (
+    Envelope,
+    Fingerprint,
+    Goodbye,
+    Heartbeat,
+    NodeState,
+    NodeStats,
+    Ping,
+    Retracted,
+    ToRouter,
+    Welcome,
+)
+from common.modes import DisaggregationMode
+from router.nodes import Loss, Node, NodeRegistry, Received
+from tests.unit.router.desk import FINGERPRINT, ME, hello
+
+PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
+BEAT = Heartbeat(stats=NodeStats(), step_age_s=0.0)
+
+
+class Wire:
+    """A registry and what is said to it."""
+
+    def __init__(self) -> None:
+        self.registry = NodeRegistry(ME, timeout_s=3.0)
+
+    def say(
+        self, source: str, seq: int, body: ToRouter, *, to: str = ME, now: float = 0.0
+    ) -> Received:
+        return self.registry.receive(source.encode(), Envelope(source, to, seq, body), now)
+
+    def join(self, name: str, role: DisaggregationMode = PREFILL, now: float = 0.0) -> Received:
+        return self.say(name, 1, hello(role, name), to="", now=now)
+
+    def node(self, name: str) -> Node:
+        node = self.registry.get(name)
+        assert node is not None
+        return node
+
+
+def test_hello_is_welcomed_and_numbering_starts_on_both_sides() -> None:
+    wire = Wire()
+    received = wire.join("p")
+    assert received.welcome == Welcome(reset=False)
+    assert received.loss is None
+    node = wire.node("p")
+    assert wire.registry.envelope(node, Welcome()).seq == 1
+    assert wire.registry.envelope(node, Ping(0.0)).seq == 2
+    assert wire.say("p", 2, Retracted(7)).body == Retracted(7)
+
+
+def test_a_jump_in_the_numbers_is_a_loss_but_the_message_counts() -> None:
+    wire = Wire()
+    wire.join("p")
+    received = wire.say("p", 4, Retracted(7))
+    assert (received.loss, received.body) == (Loss.GAP, Retracted(7))
+    assert wire.say("p", 5, BEAT).loss is None
+    assert wire.say("p", 5, BEAT).dropped == "stale_node_messages"
+
+
+def test_a_second_hello_fails_the_attempts_and_resets_the_node() -> None:
+    wire = Wire()
+    wire.join("p")
+    wire.say("p", 2, BEAT)
+    received = wire.join("p")
+    assert (received.loss, received.welcome) == (Loss.RELINKED, Welcome(reset=True))
+    assert wire.say("p", 2, BEAT).loss is None
+
+
+def test_silence_gives_a_node_up_and_its_return_resets_it() -> None:
+    wire = Wire()
+    wire.join("p", now=0.0)
+    wire.say("p", 2, BEAT, now=2.0)
+    assert wire.registry.expire(4.9) == []
+    assert [node.incarnation for node in wire.registry.expire(5.1)] == ["p"]
+    late = wire.say("p", 3, Retracted(7), now=6.0)
+    assert (late.body, late.greet_me) == (None, True)
+    assert wire.join("p", now=6.1).welcome == Welcome(reset=True)
+
+
+def test_our_own_stop_is_not_the_nodes_silence() -> None:
+    wire = Wire()
+    wire.join("p", now=0.0)
+    wire.registry.forgive_silence(60.0)
+    assert wire.registry.expire(61.0) == []
+
+
+def test_messages_for_an_older_router_are_dropped_and_the_node_must_greet() -> None:
+    wire = Wire()
+    received = wire.say("p", 9, Retracted(7), to="router-before")
+    assert received == Received(dropped="stale_node_messages", greet_me=True)
+    assert wire.registry.greet_me("p").seq == 0
+    wire.join("p")
+    assert wire.say("p", 2, Retracted(7), to="router-before").body is None
+
+
+def test_goodbye_removes_the_node_and_it_is_left_in_peace() -> None:
+    wire = Wire()
+    wire.join("p")
+    assert wire.say("p", 2, Goodbye()).loss is Loss.LEFT
+    assert wire.registry.get("p") is None
+    assert wire.say("p", 3, BEAT).greet_me is False
+
+
+def test_an_unreachable_node_gets_no_work_until_it_greets() -> None:
+    wire = Wire()
+    wire.join("p")
+    assert wire.registry.unreachable("p") is not None
+    assert wire.registry.unreachable("p") is None
+    assert not wire.node("p").takes_work
+    wire.join("p")
+    assert wire.node("p").takes_work
+
+
+def test_another_wire_version_is_refused() -> None:
+    wire = Wire()
+    received = wire.say("p", 1, hello(PREFILL, "p", wire_version=0), to="")
+    assert received == Received(dropped="refused_wire_versions")
+    assert wire.registry.get("p") is None
+
+
+def test_a_sender_without_a_name_is_garbage() -> None:
+    assert Wire().say("", 1, hello(PREFILL, "p")).dropped == "garbage_frames"
+
+
+def test_two_nodes_may_share_a_name() -> None:
+    wire = Wire()
+    wire.say("a", 1, hello(PREFILL, "same"), to="")
+    wire.say("b", 1, hello(PREFILL, "same"), to="")
+    assert {node.incarnation for node in wire.registry.named("same")} == {"a", "b"}
+
+
+def test_heartbeats_tell_the_state() -> None:
+    wire = Wire()
+    wire.join("p")
+    stats = NodeStats(state=NodeState.PAUSED, free_pages=3, num_pages=9)
+    wire.say("p", 2, Heartbeat(stats=stats, step_age_s=1.5))
+    node = wire.node("p")
+    assert (node.state, node.stats.free_pages, node.step_age_s) == (NodeState.PAUSED, 3, 1.5)
+    assert not node.takes_work
+    assert node.stays
+
+
+def test_capacity_and_context_are_those_of_pairs() -> None:
+    wire = Wire()
+    assert wire.registry.capacity_tokens() is None
+    assert wire.registry.max_model_len(otherwise=77) == 77
+    wire.say("p", 1, hello(PREFILL, "p", num_pages=10), to="")
+    wire.say("d1", 1, hello(DECODE, "d1", num_pages=4), to="")
+    wire.say("d2", 1, hello(DECODE, "d2", num_pages=99, dtype="bfloat16"), to="")
+    assert wire.registry.capacity_tokens() == 4 * 16
+    assert wire.registry.max_model_len(otherwise=77) == 512
+    assert wire.registry.mismatches() == ["p and d2 differ in dtype"]
+    assert wire.registry.missing() is None
+
+
+def test_fingerprints_compare_every_field() -> None:
+    assert set(Fingerprint.__struct_fields__) == set(FINGERPRINT.__struct_fields__)
+    for field in Fingerprint.__struct_fields__:
+        if field == "wire_version":
+            continue
+        wire = Wire()
+        wire.join("p")
+        value = getattr(FINGERPRINT, field)
+        other = value + 1 if isinstance(value, int) else value + "x"
+        wire.say("d", 1, hello(DECODE, "d", **{field: other}), to="")
+        assert field in (wire.registry.missing() or "")
