@@ -46,8 +46,8 @@ def plan_cluster(config: ClusterConfig, model: Path) -> ClusterPlan:
     Raises:
         StartupError: a flag for a child is wrong.
     """
-    port = config.port or _free_port(config.host)
-    node_port = _free_port(LOOPBACK)
+    port = _bindable_port(config.host, config.port)
+    node_port = _bindable_port(LOOPBACK, 0)
     name = config.served_model_name or Path(config.model).name
     common = ["--model", str(model), "--served-model-name", name]
     router = [
@@ -108,14 +108,14 @@ def _child(name: str, module: str, settings: type, args: list[str]) -> ChildSpec
     )
 
 
-def _free_port(host: str) -> int:
-    """A port that is free now; the child that is told it binds it a moment later."""
+def _bindable_port(host: str, port: int) -> int:
+    """`port`, or a free one for 0; the child that is told it binds it a moment later."""
     try:
-        with socket.create_server((host, 0)) as server:
-            port: int = server.getsockname()[1]
-            return port
+        with socket.create_server((host, port)) as server:
+            bound: int = server.getsockname()[1]
+            return bound
     except OSError as error:
-        raise StartupError(f"cannot listen on {host}: {error}") from error
+        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from error
 
 
 # ---------------------------------------------------------------- running it
@@ -174,7 +174,7 @@ async def _announce(config: ClusterConfig, plan: ClusterPlan, supervisor: Superv
     """Wait until all nodes have joined and a token came back; say so once, and ask if told to."""
     async with Endpoint(plan.url) as endpoint:
         until = time.monotonic() + config.start_timeout_s
-        while len(await endpoint.nodes()) < plan.num_nodes or not await endpoint.serves():
+        while not await _serves(endpoint, plan, supervisor):
             if time.monotonic() > until:
                 raise StartupError(f"no request could be served in {config.start_timeout_s:g} s")
             await asyncio.sleep(POLL_S)
@@ -190,3 +190,13 @@ async def _announce(config: ClusterConfig, plan: ClusterPlan, supervisor: Superv
         ):
             print(piece, end="", flush=True)
         print(flush=True)
+
+
+async def _serves(endpoint: Endpoint, plan: ClusterPlan, supervisor: Supervisor) -> bool:
+    """Whether all of our own nodes have joined whoever answers at our URL, and a token came back.
+
+    Their process ids tell our router from another one that took the port a moment before.
+    """
+    joined = {node["pid"] for node in await endpoint.nodes()}
+    ours = supervisor.pids() & joined
+    return len(ours) == plan.num_nodes and await endpoint.serves()

@@ -79,6 +79,11 @@ class Child:
             telling.cancel()
         return code
 
+    @property
+    def pid(self) -> int | None:
+        """Process id, also of one that has ended; None before the first start."""
+        return None if self._process is None else self._process.pid
+
     def signal(self, number: signal.Signals) -> None:
         if self._process is not None and self.is_alive:
             self._process.send_signal(number)
@@ -124,6 +129,11 @@ class Supervisor:
     def start(self) -> None:
         """Start all children; what becomes of them is told by `failure`."""
         self._keepers = [asyncio.create_task(self._keep(child)) for child in self._children]
+
+    def pids(self) -> frozenset[int]:
+        """The process ids of all children that are alive."""
+        alive = (child.pid for child in self._children if child.is_alive)
+        return frozenset(pid for pid in alive if pid is not None)
 
     def establish(self) -> None:
         """From now on a child that dies is started again."""
