@@ -86,7 +86,8 @@ async def serve(
         await site.start()
         port = runner.addresses[0][1]
         listening = Listening(
-            f"http://{config.host}:{port}", f"tcp://{config.node_host}:{node_port}"
+            f"http://{_in_url(config.host)}:{port}",
+            f"tcp://{_in_url(config.node_host)}:{node_port}",
         )
         log.info("HTTP on %s, nodes on %s", listening.http_url, listening.node_address)
         if ready is not None:
@@ -98,6 +99,10 @@ async def serve(
             await asyncio.sleep(0)  # the handlers write their last words
         await runner.cleanup()
         await service.stop()
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _application(

@@ -48,11 +48,14 @@ class NodeLink:
         Raises:
             OSError: the address cannot be bound.
         """
+        is_ipv6 = ":" in host
+        self._socket.setsockopt(zmq.IPV6, int(is_ipv6))
+        address = f"tcp://[{host}]" if is_ipv6 else f"tcp://{host}"
         try:
             if port:
-                self._socket.bind(f"tcp://{host}:{port}")
+                self._socket.bind(f"{address}:{port}")
             else:
-                port = self._socket.bind_to_random_port(f"tcp://{host}")
+                port = self._socket.bind_to_random_port(address)
         except zmq.ZMQError as error:
             raise OSError(
                 error.errno, f"cannot listen for nodes on {host}:{port}: {error}"

@@ -43,17 +43,19 @@ class SseStream:
             return
         if not self.begun:
             await self._response.prepare(self._request)
-        await self._response.write(b"".join(b"data: " + _encode(body) + b"\n\n" for body in bodies))
+        await self._response.write(_lines(bodies))
 
     async def end(self, bodies: Sequence[dict[str, Any]] = ()) -> web.StreamResponse:
         """Send the last objects and close the answer."""
         if not self.begun:
             await self._response.prepare(self._request)
-        lines = b"".join(b"data: " + _encode(body) + b"\n\n" for body in bodies)
-        await self._response.write_eof(lines + b"data: [DONE]\n\n")
+        await self._response.write_eof(_lines(bodies) + b"data: [DONE]\n\n")
         return self._response
 
     async def fail(self, error: ApiError) -> web.StreamResponse:
         """End a begun answer with an error."""
-        await self._response.write_eof(b"data: " + _encode(error.body()) + b"\n\n")
-        return self._response
+        return await self.end([error.body()])
+
+
+def _lines(bodies: Sequence[dict[str, Any]]) -> bytes:
+    return b"".join(b"data: " + _encode(body) + b"\n\n" for body in bodies)

@@ -37,7 +37,14 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Cluster:
     """A router, its stand-in nodes and an HTTP session."""
 
-    def __init__(self, folder: Path, listening: Listening, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        listening: Listening,
+        session: aiohttp.ClientSession,
+        router: asyncio.Task[None],
+    ) -> None:
+        self.router = router
         self.url = listening.http_url
         self.node_address = listening.node_address
         self.session = session
@@ -97,7 +104,7 @@ async def cluster(
         listening = await asyncio.wait_for(started, 10)
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(aiohttp.ClientSession())
-            made = Cluster(folder, listening, session)
+            made = Cluster(folder, listening, session, router)
             for i, letter in enumerate(nodes):
                 role = PREFILL if letter == "p" else DECODE
                 name = f"{letter}{i}"
@@ -293,6 +300,64 @@ def test_health_generate_takes_the_path_of_requests(model_folder: Path) -> None:
     in_cluster(model_folder, scenario)
 
 
+def test_several_choices_in_one_stream_with_echo(model_folder: Path) -> None:
+    async def scenario(c: Cluster) -> None:
+        prompts = [c.codec.encode_now("the one"), c.codec.encode_now("a user")]
+        written = ["the one", "a user"]
+        body = {"prompt": written, "n": 2, "max_tokens": 5, "echo": True}
+        lines = [
+            line for line in await c.lines("/v1/completions", {**body, "stream": True}) if line
+        ]
+        texts = dict.fromkeys(range(4), "")
+        for line in lines[:-1]:
+            for choice in json.loads(line[6:])["choices"]:
+                texts[choice["index"]] += choice["text"]
+        expected = [
+            text + c.text(5, prompt)
+            for text, prompt in zip(written, prompts, strict=True)
+            for _ in range(2)
+        ]
+        assert [texts[i] for i in range(4)] == expected
+        _, answer = await c.post("/v1/completions", body)
+        assert [choice["text"] for choice in answer["choices"]] == expected
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, prompts))
+        assert answer["usage"]["completion_tokens"] == 20
+
+    in_cluster(model_folder, scenario)
+
+
+def test_tokenize_and_detokenize_are_inverse(model_folder: Path) -> None:
+    async def scenario(c: Cluster) -> None:
+        _, answer = await c.post("/tokenize", {"prompt": "the user 👍"})
+        assert answer["count"] == len(answer["tokens"])
+        assert answer["max_model_len"] == 512
+        _, back = await c.post("/detokenize", {"tokens": answer["tokens"]})
+        assert back["prompt"] == "the user 👍"
+        status, bad = await c.post("/detokenize", {"tokens": [300]})
+        assert (status, bad["error"]["param"]) == (400, "tokens")
+        assert (await c.get("/get_model_info"))[1]["eos_token_ids"] == [2]
+
+    in_cluster(model_folder, scenario)
+
+
+def test_bad_requests_reach_no_node(model_folder: Path) -> None:
+    async def scenario(c: Cluster) -> None:
+        async with c.session.post(f"{c.url}/v1/completions", data=b"{nope") as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["code"] == "invalid_json"
+        assert (await c.post("/v1/chat/completions", {"messages": []}))[0] == 400
+        headers = {"X-Request-Id": "two words"}
+        status, answer = await c.post("/v1/completions", {"prompt": "a"}, headers=headers)
+        assert (status, answer["error"]["param"]) == (400, "x-request-id")
+        status, answer = await c.post("/generate", {"text": "a", "sampling_params": {"top_p": 7}})
+        assert (status, answer["error"]["param"]) == (400, "sampling_params.top_p")
+        status, answer = await c.get("/v1/completions")
+        assert (status, answer["error"]["code"]) == (405, "method_not_allowed")
+        assert not c.nodes["p0"].got(Generate)
+
+    in_cluster(model_folder, scenario)
+
+
 # ---------------------------------------------------------------- clients that leave
 
 
@@ -403,6 +468,39 @@ def test_without_nodes_it_is_503_and_a_lost_last_node_too(model_folder: Path) ->
             assert status == 503
 
     in_cluster(model_folder, scenario, nodes="")
+
+
+def test_an_error_in_a_begun_stream_is_an_event_and_the_end(model_folder: Path) -> None:
+    async def scenario(c: Cluster) -> None:
+        body = {"prompt": IDS, "max_tokens": 400, "stream": True}
+        asking = asyncio.create_task(c.lines("/v1/completions", body))
+        await c.eventually(lambda: c.nodes["d1"].rooms)
+        await asyncio.sleep(0.1)
+        await c.nodes["d1"].die()
+        lines = [line for line in await asking if line]
+        assert lines[-1] == "data: [DONE]"
+        error = json.loads(lines[-2][6:])["error"]
+        assert (error["code"], error["type"]) == ("no_node", "service_unavailable_error")
+        assert len(lines) > 3
+
+    in_cluster(model_folder, scenario, node_wait_s=0.2)
+
+
+def test_a_router_that_ends_answers_everybody_first(model_folder: Path) -> None:
+    async def work() -> None:
+        async with cluster(model_folder) as c:
+            asking = asyncio.create_task(
+                c.post("/v1/completions", {"prompt": IDS, "max_tokens": 400})
+            )
+            await c.eventually(lambda: c.nodes["d1"].rooms)
+            c.router.cancel()
+            status, answer = await asking
+            assert (status, answer["error"]["code"]) == (503, "shutting_down")
+            await c.eventually(lambda: c.nodes["d1"].got(Abort))
+            await asyncio.wait([c.router], timeout=5)
+            assert c.router.cancelled()
+
+    run(work())
 
 
 def test_garbage_on_the_node_port_is_counted_and_forgotten(model_folder: Path) -> None:
