@@ -39,6 +39,10 @@ from transfer.handshake import memory_problem, page_ids_problem
 
 log = logging.getLogger(__name__)
 
+ASKED_PER_ROUND = 16
+"""Posted writes asked after in one round, in turn: asking about one moves them all forward, and
+each question takes the GIL from the forward pass."""
+
 Handle = TypeVar("Handle")
 
 
@@ -116,7 +120,7 @@ class Poster(Generic[Handle]):
         self._page_bytes = page_bytes
         self._clock = clock
         self._peers: dict[Incarnation, _Peer] = {}
-        self._posted: list[_Posted[Handle]] = []
+        self._posted: deque[_Posted[Handle]] = deque()
         self._events: deque[TransferEvent] = deque()
         self.expecting = False
         """Whether peers' writes into this side are due (`ExpectWrites`)."""
@@ -224,11 +228,10 @@ class Poster(Generic[Handle]):
 
     def progress(self) -> None:
         """One round: how do the posted writes fare, and what did peers' writes bring?"""
-        if self._posted:
-            ended = [p for p in self._posted if self._ask(p)]
-            if ended:
-                gone = {id(p) for p in ended}
-                self._posted = [p for p in self._posted if id(p) not in gone]
+        for _ in range(min(len(self._posted), ASKED_PER_ROUND)):
+            posted = self._posted.popleft()
+            if not self._ask(posted):
+                self._posted.append(posted)
         self._events.extend(Notified(payload) for payload in self._agent.notifications())
 
     def _ask(self, posted: _Posted[Handle]) -> bool:
@@ -282,8 +285,8 @@ class Poster(Generic[Handle]):
             self._fail(posted.write, reason)
         for peer in self._peers.values():
             self.refuse(peer.waiting, reason)
-        self._posted = []
-        self._peers = {}
+        self._posted.clear()
+        self._peers.clear()
 
     def refuse(self, commands: Iterable[TransferCommand], reason: str) -> None:
         """End commands that will not be carried out."""

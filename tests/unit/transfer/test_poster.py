@@ -23,7 +23,7 @@ from common.plan import (
 )
 from tests.unit.transfer.rig import write
 from transfer.pacing import Pacing
-from transfer.poster import Poster, WriteState
+from transfer.poster import ASKED_PER_ROUND, Poster, WriteState
 from transfer.threaded import ThreadedTransfer
 
 MEMORY = PeerMemory(agent_name="agent", metadata=b"", base_address=4096, num_pages=8, page_bytes=16)
@@ -152,6 +152,20 @@ def test_a_refused_post_ends_the_write_and_the_link() -> None:
     assert poster.take_events() == [PeerFailed("p", why)]
 
 
+def test_every_posted_write_gets_its_turn() -> None:
+    agent, poster = linked()
+    rooms = range(1, 3 * ASKED_PER_ROUND)
+    for room in rooms:
+        poster.handle(write(room, "p"))
+    agent.states[rooms[-1]] = WriteState.LANDED
+    seen = [look(poster) for _ in range(3)]
+    assert seen == [[], [], [WriteDone(rooms[-1], 0, 16, 0.0)]]
+    agent.states = dict.fromkeys(rooms, WriteState.LANDED)
+    ended = [event for _ in range(3) for event in look(poster)]
+    assert len(ended) == len(rooms) - 1
+    assert poster.num_posted == 0
+
+
 def test_abandoning_ends_posted_and_waiting_writes() -> None:
     _, poster = linked()
     for command in (write(1, "p"), RemovePeer("p"), AddPeer("p", MEMORY), write(2, "p")):
@@ -222,7 +236,8 @@ def test_a_failing_look_is_survived(
 
 def test_pace_follows_what_is_due() -> None:
     pacing = Pacing()
-    assert pacing.pause_s(num_posted=1, expecting=False, quiet_s=9) == pacing.posted_s
+    assert pacing.pause_s(num_posted=1, expecting=True, quiet_s=0.001) == pacing.posted_s
+    assert pacing.pause_s(num_posted=1, expecting=True, quiet_s=9) == pacing.slow_s
     assert pacing.pause_s(num_posted=0, expecting=True, quiet_s=9) == pacing.due_s
     assert pacing.pause_s(num_posted=0, expecting=False, quiet_s=0.1) == pacing.due_s
     assert pacing.pause_s(num_posted=0, expecting=False, quiet_s=9) == pacing.idle_s
