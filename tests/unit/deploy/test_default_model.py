@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import json
 import subprocess
 import sys
 import threading
@@ -98,8 +99,20 @@ def test_a_conversion_that_fails_leaves_no_folder(
         ensure_default_model()
     assert [entry.name for entry in cache.iterdir()] == [f".{DEFAULT_MODEL}.lock"]
 
-    monkeypatch.setattr(default_model, "_convert", lambda gguf, target: gguf.rename(target))
-    assert ensure_default_model().read_bytes() == b"GGUF"
+    def converted(gguf: Path, target: Path) -> None:
+        target.mkdir()
+        gguf.rename(target / "weights")
+        (target / "generation_config.json").write_text('{"eos_token_id": 2}')
+
+    monkeypatch.setattr(default_model, "_convert", converted)
+    folder = ensure_default_model()
+    assert (folder / "weights").read_bytes() == b"GGUF"
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": 2, **default_model.SAMPLING}
+    assert sorted(entry.name for entry in cache.iterdir()) == [
+        f".{DEFAULT_MODEL}.lock",
+        DEFAULT_MODEL,
+    ]
 
 
 def test_a_damaged_download_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
