@@ -337,12 +337,10 @@ class Dispatcher:
     def _replay(
         self, job: Job, cause: ReplayCause, blamed: set[Incarnation], now: float, why: str = ""
     ) -> None:
-        """Continue in a new room, now or a little later; or end where enough was tried."""
-        finish = job.complete()
-        if finish is not None:
-            self._deliver(job, NewTokens((), None, finish))
-            self._end(job, finish.value, now)
-            return
+        """Continue in a new room, now or a little later; or end where enough was tried.
+
+        There is always something left to generate: `_accept` ends a job whose output is complete.
+        """
         verdict = judge(job, cause, why, self._limits.replay, self._random)
         if isinstance(verdict, GiveUp):
             self._fail(job, verdict.error, now)

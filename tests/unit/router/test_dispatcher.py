@@ -266,9 +266,11 @@ def test_a_lost_peer_is_avoided_not_its_reporter() -> None:
     desk = Desk("p1 p2 d1 d2")
     job = desk.submit()
     first = attempt(job)
+    other = attempt(desk.submit("other"))  # by turns the next would be the first pair again
     desk.fail(first.decode, first.room, FailureKind.PEER_LOST)
     desk.tick(1.0)
-    assert attempt(job).prefill != first.prefill
+    assert attempt(job).prefill == other.prefill
+    assert attempt(job).decode == first.decode
 
 
 def test_decodes_retraction_prefers_the_prefill_that_has_the_prefix() -> None:
@@ -353,6 +355,21 @@ def test_retracted_requests_keep_their_rank_and_go_before_new_ones() -> None:
     desk.settle()
     order = [generate.rid for generate in desk.generates("p1")]
     assert order == ["old0", "old1", "old2", "new0", "new1"]
+
+
+def test_a_replay_goes_before_an_older_request_that_never_ran() -> None:
+    desk = Desk("p1")
+    desk.join("d1", num_pages=1)
+    waits_for_a_larger_node = desk.submit("large", max_tokens=40)
+    small = desk.submit("small")
+    assert waits_for_a_larger_node.rank < small.rank
+    desk.dispatcher.pause(PauseMode.RETRACT, desk.now)
+    desk.retract("d1", room(small))
+    desk.join("d2")
+    desk.sent.clear()
+    desk.dispatcher.resume(desk.now)
+    desk.settle()
+    assert [generate.rid for generate in desk.generates("p1")] == ["small", "large"]
 
 
 # ---------------------------------------------------------------- ends on demand
