@@ -63,7 +63,7 @@ class EventLoop:
         transfers: Transfers,
         port: Port,
         *,
-        tick_s: float = 0.25,
+        tick_s: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler

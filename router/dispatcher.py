@@ -45,6 +45,7 @@ from router.requests import (
     ReplayCause,
     Timeline,
 )
+from router.stranded import StrandedWatch
 from router.waiting import WaitingRoom
 
 
@@ -80,7 +81,7 @@ class Dispatcher:
         self._rooms: dict[Room, Job] = {}
         self._waiting = WaitingRoom()
         self._accepted = 0
-        self._stranded = False
+        self._stranded = StrandedWatch(registry, limits.node_wait_s)
         self._effects = Effects()
         self.paused: PauseMode | None = None
         """The whole cluster's pause; nothing is dispatched."""
@@ -178,11 +179,11 @@ class Dispatcher:
         if node == attempt.decode:
             attempt.decode_spoke = True
         elif attempt.decode_spoke:
-            self._note_cached(job, output.cached_tokens)
+            job.note_cached(output.cached_tokens)
             self.counters["late_prefill_tokens"] += 1
             return
         else:
-            self._note_cached(job, output.cached_tokens)
+            job.note_cached(output.cached_tokens)
         news = news_of(job, attempt, output)
         match news:
             case None:
@@ -264,7 +265,9 @@ class Dispatcher:
             self._abort_attempt(job)
             self._fail(job, timed_out("the request took too long"), now)
         self.dispatch(now)
-        self._watch_stranded(now)
+        for job in self._stranded.overdue(self._jobs.values(), now, idle=not self._waiting):
+            why = self._registry.missing() or "no node that is left can hold the request"
+            self._fail(job, unavailable(why), now)
 
     def drain(self) -> Effects:
         """Take the effects of all calls since the last time."""
@@ -383,29 +386,6 @@ class Dispatcher:
     def _outlived(node: Incarnation, attempt: Attempt) -> bool:
         """Whether the attempt does not need this node any more."""
         return attempt.decode_spoke and node == attempt.prefill
-
-    @staticmethod
-    def _note_cached(job: Job, cached_tokens: int) -> None:
-        """What the first prefill did not compute is what the client is told."""
-        if job.attempts == 1:
-            job.cached_tokens = min(cached_tokens, len(job.prompt_ids))
-
-    def _watch_stranded(self, now: float) -> None:
-        """Bound the wait of queued jobs that nobody can take; a pause does not count."""
-        capacity = self._registry.capacity_tokens() or 0
-        if capacity and not self._stranded and not self._waiting:
-            return
-        self._stranded = False
-        for job in self.unfinished():
-            if job.state is not JobState.QUEUED or job.max_total_tokens <= capacity:
-                job.stranded_since = None
-                continue
-            self._stranded = True
-            if job.stranded_since is None:
-                job.stranded_since = now
-            elif now - job.stranded_since > self._limits.node_wait_s:
-                why = self._registry.missing() or "no node that is left can hold the request"
-                self._fail(job, unavailable(why), now)
 
     def _deliver(self, job: Job, output: Output) -> None:
         self._effects.deliveries.append(Delivery(job, output))

@@ -235,14 +235,13 @@ class NodeRegistry:
 
     def capacity_tokens(self) -> int | None:
         """Most tokens of KV that some pair can hold, paused or not; None if there is no pair."""
-        staying = [n for n in self._nodes.values() if n.stays]
         return max(
             (
                 min(prefill.capacity_tokens, decode.capacity_tokens)
-                for prefill in staying
-                if prefill.role is DisaggregationMode.PREFILL
-                for decode in staying
-                if decode.role is DisaggregationMode.DECODE
+                for prefill in self.of_role(DisaggregationMode.PREFILL)
+                for decode in self.of_role(DisaggregationMode.DECODE)
+                if prefill.stays
+                and decode.stays
                 and decode.hello.fingerprint == prefill.hello.fingerprint
             ),
             default=None,

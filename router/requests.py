@@ -173,6 +173,11 @@ class Job:
             raise IllegalTransition(f"{self.rid}: {self.state} -> {state}")
         self.state = state
 
+    def note_cached(self, cached_tokens: int) -> None:
+        """What the first prefill did not compute is what the client is told."""
+        if self.attempts == 1:
+            self.cached_tokens = min(cached_tokens, len(self.prompt_ids))
+
     @property
     def max_total_tokens(self) -> int:
         return len(self.prompt_ids) + self.sampling.max_tokens

@@ -20,8 +20,8 @@ class Pacing:
     patience_s: float = 0.02
     due_s: float = 0.001
     """While peers' writes are due, or something happened just now."""
-    idle_s: float = 0.02
-    """Otherwise; 50 looks a second are some 0.2 % of a core."""
+    idle_s: float = 0.05
+    """Otherwise; 20 looks a second are some 0.2 % of a core."""
     linger_s: float = 0.25
     """How long after the last command or event `due_s` holds."""
 

@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
 from common.messages import PeerMemory
-from common.plan import TransferCommand, TransferEvent
+from common.plan import RenewLease, TransferCommand, TransferEvent
 from transfer.pacing import Pacing
 from transfer.poster import Poster, WriteAgent
 
@@ -143,7 +143,12 @@ class ThreadedTransfer(Generic[Handle]):
         return self._publish() or worked
 
     def _work_off(self, pause_s: float) -> bool:
-        """Wait for a command, `pause_s` at most; carry out what is queued until a look is due."""
+        """Wait for a command, `pause_s` at most; carry out what is queued until a look is due.
+
+        Says whether there was work: a renewed lease tells only that a peer lives, and an idle link
+        renews it twice a second.
+        """
+        worked = False
         try:
             command = self._commands.get(timeout=pause_s)
         except Empty:
@@ -151,13 +156,14 @@ class ThreadedTransfer(Generic[Handle]):
         look_at = time.monotonic() + LOOK_INTERVAL_S
         while command is not None:
             self._poster.handle(command)
+            worked |= not isinstance(command, RenewLease)
             if self._closing.is_set() or time.monotonic() > look_at:
                 break
             try:
                 command = self._commands.get_nowait()
             except Empty:
                 break
-        return True
+        return worked
 
     def _publish(self) -> bool:
         events = self._poster.take_events()

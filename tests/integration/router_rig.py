@@ -1,0 +1,130 @@
+"""A whole router over real sockets, with stand-in nodes that draw known tokens."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+
+from common.modes import DisaggregationMode
+from router.app import Listening, serve
+from router.config import RouterConfig
+from router.tokens import TextCodec, load_codec
+from tests.standin import StandIn, expected_tokens
+from tests.tiny_models import MAX_POSITIONS, VOCAB_SIZE, make_tiny_tokenizer
+
+PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE
+IDS = [40, 41, 42, 43, 44, 45, 46, 47, 48, 49]
+
+
+def make_folder(folder: Path) -> Path:
+    """A model folder with all that the router reads of one."""
+    make_tiny_tokenizer().save_pretrained(folder)
+    config = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_POSITIONS, "eos_token_id": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class Cluster:
+    """A router, its stand-in nodes and an HTTP session."""
+
+    def __init__(
+        self,
+        folder: Path,
+        listening: Listening,
+        session: aiohttp.ClientSession,
+        router: asyncio.Task[None],
+    ) -> None:
+        self.router = router
+        self.url = listening.http_url
+        self.node_address = listening.node_address
+        self.session = session
+        self.codec: TextCodec = load_codec(folder)
+        self.nodes: dict[str, StandIn] = {}
+
+    async def post(self, path: str, body: Any, **kwargs: Any) -> tuple[int, Any]:
+        async with self.session.post(f"{self.url}{path}", json=body, **kwargs) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.session.get(f"{self.url}{path}") as response:
+            return response.status, await response.json()
+
+    async def info(self) -> Any:
+        return (await self.get("/get_server_info"))[1]
+
+    async def lines(self, path: str, body: Any) -> list[str]:
+        """All lines of a streamed answer."""
+        async with self.session.post(f"{self.url}{path}", json=body) as response:
+            assert response.status == 200, await response.text()
+            return (await response.text()).splitlines()
+
+    async def complete(self, max_tokens: int, prompt: list[int] | None = None) -> Any:
+        body = {"prompt": prompt or IDS, "max_tokens": max_tokens}
+        status, answer = await self.post("/v1/completions", body)
+        assert status == 200, answer
+        return answer
+
+    def text(self, count: int, prompt: list[int] | None = None) -> str:
+        """What an undisturbed request answers."""
+        return self.codec.decode(expected_tokens(prompt or IDS, count))
+
+    async def eventually(self, condition: Callable[[], Any], seconds: float = 5.0) -> None:
+        async with asyncio.timeout(seconds):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    def openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+
+@asynccontextmanager
+async def cluster(
+    folder: Path, nodes: str = "pd", node_settings: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[Cluster]:
+    """Start a router and one node for each letter of `nodes`: p or d."""
+    started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
+    defaults: dict[str, Any] = {
+        "port": 0, "node_port": 0, "served_model_name": "tiny", "node_timeout_s": 0.6,
+        "heartbeat_s": 0.1, "backoff_s": 0.02, "node_wait_s": 1.0, "admin_timeout_s": 2.0,
+    }  # fmt: skip
+    config = RouterConfig(**(defaults | settings))
+    router = asyncio.create_task(serve(config, folder, ready=started.set_result))
+    try:
+        router.add_done_callback(lambda _: started.cancel())
+        listening = await asyncio.wait_for(started, 10)
+        async with AsyncExitStack() as stack:
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            made = Cluster(folder, listening, session, router)
+            for i, letter in enumerate(nodes):
+                role = PREFILL if letter == "p" else DECODE
+                name = f"{letter}{i}"
+                node = StandIn(role, listening.node_address, name, **(node_settings or {}))
+                made.nodes[name] = await stack.enter_async_context(node)
+            yield made
+    finally:
+        router.cancel()
+        await asyncio.wait([router], timeout=10)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await work
+
+    asyncio.run(bounded())
+
+
+Scenario = Callable[[Cluster], Awaitable[None]]
+
+
+def in_cluster(folder: Path, scenario: Scenario, nodes: str = "pd", **settings: Any) -> None:
+    async def work() -> None:
+        async with cluster(folder, nodes, **settings) as made:
+            await scenario(made)
+
+    run(work())
