@@ -64,7 +64,7 @@ def _cell(values: list[float]) -> str:
 
 
 def profile(options: argparse.Namespace, endpoint: Endpoint, concurrency: int) -> Path:
-    """One aiperf run; the folder with its exports. Raises CalledProcessError."""
+    """One aiperf run; the folder with its exports. Raises SystemExit with aiperf's own words."""
     folder = Path(tempfile.mkdtemp(prefix="aiperf-"))
     arguments = {
         "model": endpoint.model,
@@ -85,7 +85,11 @@ def profile(options: argparse.Namespace, endpoint: Endpoint, concurrency: int) -
     command = [options.aiperf, "profile", "--streaming"]
     for name, value in arguments.items():
         command += [f"--{name}", str(value)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    done = subprocess.run(
+        command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"aiperf failed against {endpoint.url}:\n{done.stdout[-4000:]}")
     return folder
 
 
