@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from aiohttp import web
 
+from common.http_log import HTTPLog
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher, Limits
 from router.errors import unavailable
@@ -76,9 +77,7 @@ async def serve(
     )
     preparer = Preparer(codec, info, registry, config, name, random)
     app = _application(config, service, preparer, metrics)
-    runner = web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S
-    )
+    runner = _runner(app, service)
     try:
         node_port = service.start(config.node_host, config.node_port)
         await runner.setup()
@@ -103,6 +102,16 @@ async def serve(
 
 def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
+
+
+def _runner(app: web.Application, service: RouterService) -> web.AppRunner:
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=SHUTDOWN_S,
+        logger=HTTPLog(service.on_garbage_http),
+    )
 
 
 def _application(

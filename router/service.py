@@ -197,6 +197,11 @@ class RouterService:
 
     # ------------------------------------------------------------ what nodes say
 
+    def on_garbage_http(self, detail: str) -> None:
+        """Bytes that are not HTTP came to the endpoint."""
+        self.counters["garbage_http"] += 1
+        log.warning("garbage_http (%d so far) %s", self.counters["garbage_http"], detail)
+
     def _on_garbage(self) -> None:
         self.counters["garbage_frames"] += 1
 

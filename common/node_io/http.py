@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
+from common.http_log import HTTPLog
 from common.messages import (
     AbortRequests,
     AdminVerb,
@@ -124,7 +125,14 @@ async def errors_as_json(
 class NodeHTTP:
     """The server and its handlers."""
 
-    def __init__(self, views: Views, desk: AdminDesk, admin_timeout_s: float) -> None:
+    def __init__(
+        self,
+        views: Views,
+        desk: AdminDesk,
+        admin_timeout_s: float,
+        on_garbage: Callable[[str], None],
+    ) -> None:
+        """`on_garbage` hears of bytes that are not HTTP."""
         self._views = views
         self._desk = desk
         self._admin_timeout_s = admin_timeout_s
@@ -137,7 +145,11 @@ class NodeHTTP:
         app.router.add_post("/flush_cache", self._flush)
         app.router.add_post("/abort_request", self._abort)
         self._runner = web.AppRunner(
-            app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_S
+            app,
+            access_log=None,
+            handle_signals=False,
+            shutdown_timeout=SHUTDOWN_S,
+            logger=HTTPLog(on_garbage),
         )
 
     async def start(self, host: str, port: int) -> int:

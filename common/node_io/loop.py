@@ -47,7 +47,12 @@ class IOLoop:
         self._routers = RouterLinks(wiring, self._desk, snapshot)
         self._metrics = NodeMetrics(identity.role, identity.name)
         views = Views(self._problem, self._render_metrics, self._server_info)
-        self._http = NodeHTTP(views, self._desk, settings.admin_timeout_s)
+        self._http = NodeHTTP(
+            views,
+            self._desk,
+            settings.admin_timeout_s,
+            lambda detail: self._tally.add("garbage_http", detail),
+        )
         self._registration: Registration | None = None
         self._join: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()

@@ -1,6 +1,7 @@
 """The node's own HTTP, asked over the loopback."""
 
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -172,3 +173,19 @@ def test_metrics_and_server_info_show_the_newest_snapshot() -> None:
         assert info["stats"]["free_pages"] == 5
         engine.io.announce(REGISTRATION)
         eventually(lambda: ask(engine.io.url + "/server_info").json["state"] == "ready")
+
+
+@pytest.mark.parametrize("garbage", [b"\x00\xff\x80\r\n\r\n", b"GET \xff\x00\x01 nothing\r\n\r\n"])
+def test_bytes_that_are_not_http_cost_a_line_and_a_count(
+    garbage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with prefill() as node:
+        host, port = node.io.url.removeprefix("http://").split(":")
+        for _ in range(3):
+            with socket.create_connection((host, int(port)), timeout=5) as raw:
+                raw.sendall(garbage)
+                raw.recv(1000)
+        counters = ask(node.io.url + "/server_info").json["counters"]
+        assert counters["garbage_http"] == 3
+    assert not [record for record in caplog.records if record.exc_info]
+    assert len([r for r in caplog.records if "garbage_http" in r.getMessage()]) == 1
