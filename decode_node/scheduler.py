@@ -190,7 +190,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         """Prefill's word that it will not touch this room's pages any more."""
         req = self._room_of(room, peer)
         if req is None:
-            if self.kv.end_quarantine(room):
+            if self.kv.end_quarantine(room, peer):
                 self._tombstones.with_landed(room, landed)
             return
         if req in self.aborting_queue:

@@ -65,20 +65,18 @@ class KVCacheManager:
     def quarantined_rooms(self, peer: Incarnation) -> list[Room]:
         return [room for room, entry in self._quarantine.items() if entry.peer == peer]
 
-    def end_quarantine(self, room: Room) -> bool:
-        """The peer has proved that it writes no more; says whether pages came home."""
-        entry = self._quarantine.pop(room, None)
-        if entry is None:
+    def end_quarantine(self, room: Room, peer: Incarnation) -> bool:
+        """`peer` says that it writes no more; whether that brought pages home."""
+        entry = self._quarantine.get(room)
+        if entry is None or entry.peer != peer:
             return False
-        self._pool.free(entry.pages)
+        self._pool.free(self._quarantine.pop(room).pages)
         return True
 
     def expire_quarantine(self, now: float) -> None:
+        """Free what no write can reach any more."""
         for room in [r for r, entry in self._quarantine.items() if entry.until <= now]:
-            self.end_quarantine(room)
-
-    def next_expiry(self) -> float | None:
-        return min((entry.until for entry in self._quarantine.values()), default=None)
+            self._pool.free(self._quarantine.pop(room).pages)
 
     def check(self, reqs: Iterable[Req]) -> None:
         """Every page is free, a request's, or in quarantine, and in exactly one of these."""

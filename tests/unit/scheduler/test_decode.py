@@ -163,6 +163,8 @@ def test_drained_on_a_new_link_ends_the_quarantine_early() -> None:
     node.peer(PeerWelcome(fingerprint=FINGERPRINT), "p")
     node.step()
     assert node.said(Sync)[-1].cancelling == [1]
+    node.peer(Drained(room=1, landed=[]), "another prefill")
+    assert node.scheduler.kv.num_quarantined == 2
     node.peer(Drained(room=1, landed=[]), "p")
     node.step()
     assert node.scheduler.kv.num_quarantined == 0
