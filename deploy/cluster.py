@@ -182,14 +182,12 @@ async def _announce(config: ClusterConfig, plan: ClusterPlan, supervisor: Superv
         print(f"READY {plan.url}", flush=True)
         if config.ask is None:
             return
-        print(f"> {config.ask}", flush=True)
         messages = [{"role": "user", "content": config.ask}]
         model = await endpoint.first_model()
-        async for piece in endpoint.chat(
-            model, messages, max_tokens=ANSWER_TOKENS, temperature=0.0
-        ):
-            print(piece, end="", flush=True)
-        print(flush=True)
+        pieces = endpoint.chat(model, messages, max_tokens=ANSWER_TOKENS, temperature=0.0)
+        # Whole lines: the children's log goes to the same terminal.
+        answer = "".join([piece async for piece in pieces])
+        print(f"> {config.ask}\n{answer}", flush=True)
 
 
 async def _serves(endpoint: Endpoint, plan: ClusterPlan, supervisor: Supervisor) -> bool:

@@ -17,7 +17,8 @@ MODES = ("abort", "retract", "in_place")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model("llama", tmp_path_factory.mktemp("model") / "llama")
+    folder = tmp_path_factory.mktemp("model") / "llama"
+    return make_tiny_model("llama", folder, max_position_embeddings=1024)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +121,7 @@ def test_in_place_nothing_finishes_and_all_finish_afterwards(
                 nonlocal heard
                 heard += 1
 
-            streams = [asyncio.create_task(session.stream(p, 500, on_chunk)) for p in prompts]
+            streams = [asyncio.create_task(session.stream(p, 512, on_chunk)) for p in prompts]
             while heard < 200:
                 await asyncio.sleep(0.01)
             await pause(session, "in_place", names["prefill"])
@@ -137,7 +138,7 @@ def test_in_place_nothing_finishes_and_all_finish_afterwards(
             return answers
 
     for prompt, answer in zip(prompts, asyncio.run(run()), strict=True):
-        assert answer == oracle.answer(prompt, 500)
+        assert answer == oracle.answer(prompt, 512)
 
 
 def test_abort_while_paused_ends_every_stream(running: Cluster) -> None:
