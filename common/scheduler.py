@@ -79,10 +79,9 @@ class Scheduler(ABC, Generic[R]):
         self._tombstones = Tombstones(settings.tombstone_s)
         self._outbox = Outbox()
         self._slots = Slots(settings.max_running_requests)
-        self._in_step: tuple[R, ...] = ()
+        self._in_step: tuple[tuple[R, Row], ...] = ()
         self.paused: PauseMode | None = None
         """The mode of the pause in force."""
-        self._draining = False
         self._now = 0.0
 
     @property
@@ -124,7 +123,7 @@ class Scheduler(ABC, Generic[R]):
         """The next step's rows. Not called while paused."""
 
     @abstractmethod
-    def _on_computed(self, req: R, sample: Sample | None) -> None:
+    def _on_computed(self, req: R, row: Row, sample: Sample | None) -> None:
         """Take in one row's result."""
 
     @abstractmethod
@@ -205,8 +204,6 @@ class Scheduler(ABC, Generic[R]):
         self._accept(req)
 
     def _refusal(self, req: R) -> tuple[FailureKind, str] | None:
-        if self._draining:
-            return FailureKind.REFUSED, "this node is draining"
         problem = req.problem(self.settings.vocab_size, self.settings.max_model_len)
         if problem is not None:
             return FailureKind.INVALID, problem
@@ -275,7 +272,7 @@ class Scheduler(ABC, Generic[R]):
         self._expire()
         self._advance()
         rows = [] if self.paused is not None else self._select()
-        self._in_step = tuple(req for req, _ in rows)
+        self._in_step = tuple(rows)
         transfers, messages = self._outbox.drain()
         batch = Batch(tuple(row for _, row in rows)) if rows else None
         return StepPlan(batch, transfers, messages)
@@ -285,8 +282,8 @@ class Scheduler(ABC, Generic[R]):
         """Take in what the runner computed for the last plan's batch."""
         self._now = now
         step, self._in_step = self._in_step, ()
-        for req, sample in zip(step, result.samples, strict=True):
-            self._on_computed(req, sample)
+        for (req, row), sample in zip(step, result.samples, strict=True):
+            self._on_computed(req, row, sample)
 
     @final
     def process_batch_failure(self, error: str, now: float) -> None:
@@ -294,9 +291,8 @@ class Scheduler(ABC, Generic[R]):
         self._now = now
         step, self._in_step = self._in_step, ()
         self.counters["failed_steps"] += 1
-        for req in step:
-            failed = Failed(room=req.room, kind=FailureKind.ENGINE, message=error)
-            self._stop(req, failed, FailureKind.ENGINE, error)
+        for req, _ in step:
+            self._fail(req, FailureKind.ENGINE, error)
 
     # ------------------------------------------------------------ how requests end
 
@@ -358,9 +354,8 @@ class Scheduler(ABC, Generic[R]):
 
     def stats(self) -> NodeStats:
         """A snapshot of this node's load."""
-        state = NodeState.READY if self.paused is None else NodeState.PAUSED
         return NodeStats(
-            state=NodeState.DRAINING if self._draining else state,
+            state=NodeState.READY if self.paused is None else NodeState.PAUSED,
             queues={state.name.lower(): len(queue) for state, queue in self.queues.items()},
             running=len(self.running_batch),
             num_pages=self.kv.num_pages,

@@ -60,6 +60,3 @@ class Tombstones:
 
     def __contains__(self, room: Room) -> bool:
         return room in self._stones
-
-    def __len__(self) -> int:
-        return len(self._stones)

@@ -68,6 +68,3 @@ class PrefillLinks:
         for peer in due:
             self._links[peer].next_sync = now + every_s
         return due
-
-    def __len__(self) -> int:
-        return len(self._links)

@@ -322,7 +322,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             init=init,
         )
 
-    def _on_computed(self, req: DecodeReq, sample: Sample | None) -> None:
+    def _on_computed(self, req: DecodeReq, _: Row, sample: Sample | None) -> None:
         assert sample is not None
         req.output_ids.append(sample.token_id)
         self._emit(req, sample.token_id, sample.logprob)

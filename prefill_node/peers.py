@@ -79,6 +79,3 @@ class DecodeLinks:
         """The peer's memory if it may be written to."""
         link = self._links.get(peer)
         return link.memory if link is not None and link.ready else None
-
-    def __len__(self) -> int:
-        return len(self._links)

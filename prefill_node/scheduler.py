@@ -71,7 +71,6 @@ class PrefillScheduler(Scheduler[PrefillReq]):
         self.aborting_queue = self.queues[State.ABORTING]
         self.links = DecodeLinks(settings.fingerprint, page_bytes, self._outbox)
         self._early: dict[Room, EarlyDestination] = {}
-        self._chunk_of: dict[Room, int] = {}
 
     # ------------------------------------------------------------ new requests
 
@@ -258,7 +257,6 @@ class PrefillScheduler(Scheduler[PrefillReq]):
     def _row(self, req: PrefillReq, share: int) -> Row:
         first = req.num_computed == 0
         end = req.num_computed + share
-        self._chunk_of[req.room] = share
         assert req.slot is not None
         return Row(
             slot=req.slot,
@@ -269,8 +267,8 @@ class PrefillScheduler(Scheduler[PrefillReq]):
             init=SlotInit(req.sampling, req.prompt_ids, tuple(req.output_ids)) if first else None,
         )
 
-    def _on_computed(self, req: PrefillReq, sample: Sample | None) -> None:
-        req.num_computed += self._chunk_of.pop(req.room)
+    def _on_computed(self, req: PrefillReq, row: Row, sample: Sample | None) -> None:
+        req.num_computed += len(row.token_ids)
         if sample is None:
             self._post(req, req.num_computed // self.settings.page_size, None)
             return

@@ -52,11 +52,6 @@ class Loss(StrEnum):
     GAP = "gap"
     """Messages on the way here were lost."""
 
-    @property
-    def is_death(self) -> bool:
-        """Whether the node's process may have died, perhaps of the request."""
-        return self in (Loss.SILENT, Loss.UNREACHABLE)
-
 
 @dataclass(slots=True)
 class Node:

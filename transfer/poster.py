@@ -129,10 +129,6 @@ class Poster(Generic[Handle]):
     def num_posted(self) -> int:
         return len(self._posted)
 
-    @property
-    def num_peers(self) -> int:
-        return len(self._peers)
-
     def take_events(self) -> list[TransferEvent]:
         """What happened since the last call, oldest first."""
         events = list(self._events)

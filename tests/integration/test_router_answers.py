@@ -14,15 +14,8 @@ from tests.integration.router_rig import (
     IDS,
     Cluster,
     in_cluster,
-    make_folder,
 )
 from tests.standin import expected_tokens
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("model"))
-
 
 # ---------------------------------------------------------------- answers
 

@@ -14,16 +14,9 @@ from tests.integration.router_rig import (
     Cluster,
     cluster,
     in_cluster,
-    make_folder,
     run,
 )
 from tests.standin import StandIn
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("model"))
-
 
 # ---------------------------------------------------------------- clients that leave
 

@@ -16,6 +16,7 @@ from common.messages import (
     TokenLogprob,
     TokenOutput,
 )
+from common.plan import Row
 from common.scheduler import Scheduler
 from decode_node.request import DecodeReq
 from decode_node.scheduler import DecodeScheduler
@@ -47,8 +48,8 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 def running_batch_on_prefill(patch: pytest.MonkeyPatch) -> None:
     original = PrefillScheduler._on_computed
 
-    def planted(self: PrefillScheduler, req: PrefillReq, sample: Any) -> None:
-        original(self, req, sample)
+    def planted(self: PrefillScheduler, req: PrefillReq, row: Row, sample: Any) -> None:
+        original(self, req, row, sample)
         self.running_batch.append(req)  # type: ignore[attr-defined]
 
     patch.setattr(PrefillScheduler, "_on_computed", planted)
