@@ -74,7 +74,7 @@ R = TypeVar("R", bound=Req)
 
 
 class ReqQueue(Generic[R]):
-    """Requests in one state, in rank order (oldest first)."""
+    """Requests in one state, in rank order: by priority, the oldest of equals first."""
 
     def __init__(self, state: State, edges: Edges) -> None:
         if state is not State.ENDED and state not in edges:
@@ -112,17 +112,17 @@ class ReqQueue(Generic[R]):
         return isinstance(req, Req) and req.queue is self
 
     def snapshot(self) -> tuple[R, ...]:
-        """The present members, oldest first; stays whole while they are moved."""
+        """The present members, first in rank first; stays whole while they are moved."""
         return tuple(self._reqs)
 
     @property
-    def oldest(self) -> R | None:
+    def first(self) -> R | None:
         return self._reqs[0] if self._reqs else None
 
     @property
-    def youngest(self) -> R | None:
+    def last(self) -> R | None:
         return self._reqs[-1] if self._reqs else None
 
 
-def _rank(req: Req) -> tuple[float, int]:
+def _rank(req: Req) -> tuple[int, float, int]:
     return req.rank

@@ -22,7 +22,7 @@ import msgspec
 
 from common.modes import DisaggregationMode, PauseMode
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 Room = int
 Incarnation = str
@@ -88,7 +88,9 @@ class FailureKind(StrEnum):
     TOO_LARGE = "too_large"
     """Prompt plus max_tokens exceeds this node's pool: 400."""
     REFUSED = "refused"
-    """This node takes no work now (draining, queue full): another node, or 429."""
+    """This node takes no more work now (its queue is full): another node, or 429."""
+    DRAINING = "draining"
+    """This node is leaving and takes nothing new: another node, at once."""
     PEER_LOST = "peer_lost"
     """The other half's node is gone or refused the handshake: replay."""
     TRANSFER = "transfer"
@@ -146,6 +148,8 @@ class NodeStats(Value, frozen=True, kw_only=True):
     """Prompt tokens not computed yet (prefill), or tokens held by active requests (decode)."""
     counters: dict[str, int] = msgspec.field(default_factory=dict)
     """Monotonic counts: retractions, aborts, stale messages, ..."""
+    linked_peers: list[Incarnation] = msgspec.field(default_factory=list)
+    """Decode only: prefill nodes with which the handshake is done."""
 
 
 # ---------------------------------------------------------------- router -> node
@@ -168,7 +172,9 @@ class Generate(Wire, frozen=True, kw_only=True):
     """Tokens that earlier attempts emitted; empty on the first."""
     sampling: SamplingParams
     age_s: float = 0.0
-    """How long ago the router accepted the request: its rank in every queue."""
+    """How long ago the router accepted the request: its rank among equals in every queue."""
+    priority: int = 0
+    """Lower values come first in every queue and are retracted last."""
     prefill_address: str = ""
     """Side-channel address of the prefill node; set in the decode node's copy only."""
     prefill_incarnation: Incarnation = ""
@@ -184,6 +190,22 @@ class PeerGone(Wire, frozen=True):
     """The router has given this node up; whoever waits on it should stop waiting."""
 
     incarnation: Incarnation
+
+
+class PeerNode(Value, frozen=True):
+    """A prefill node and the side-channel address at which decode nodes dial it."""
+
+    incarnation: Incarnation
+    address: str
+
+
+class Peers(Wire, frozen=True):
+    """To decode nodes: all prefill nodes this router has for them; each replaces the one before.
+
+    They are dialled now, so that the first request does not wait for a handshake.
+    """
+
+    nodes: list[PeerNode]
 
 
 class Ping(Wire, frozen=True):
@@ -217,6 +239,10 @@ class AbortRequests(Wire, frozen=True):
     """Abort by public id; an empty `rid` means all."""
 
     rid: str = ""
+
+
+class Drain(Wire, frozen=True):
+    """Leave: take nothing new, finish or hand over what is there, say goodbye, end the process."""
 
 
 AdminVerb = Pause | Continue | FlushCache | AbortRequests
@@ -350,7 +376,7 @@ class Pong(Wire, frozen=True, kw_only=True):
 
 
 class PeerBye(Wire, frozen=True):
-    """This decode incarnation leaves."""
+    """This incarnation leaves. From prefill: none of its writes is or will be under way."""
 
 
 ToPrefill = PeerHello | Destination | Cancel | Sync | Pong | PeerBye

@@ -24,9 +24,11 @@ class Req:
     output_ids: list[int]
     sampling: SamplingParams
     arrived: float
-    """When the router accepted it, on this node's clock: its rank."""
+    """When the router accepted it, on this node's clock."""
     added: float
     """When it came to this node."""
+    priority: int = 0
+    """Lower values come first."""
     pages: list[int] = field(default_factory=list)
     slot: int | None = None
     queue: Any = None
@@ -48,11 +50,13 @@ class Req:
             "sampling": generate.sampling,
             "arrived": now - generate.age_s,
             "added": now,
+            "priority": generate.priority,
         }
 
     @property
-    def rank(self) -> tuple[float, int]:
-        return (self.arrived, self.room)
+    def rank(self) -> tuple[int, float, int]:
+        """Its place in every queue: by priority, then by age. The last is retracted first."""
+        return (self.priority, self.arrived, self.room)
 
     @property
     def num_tokens(self) -> int:

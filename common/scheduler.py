@@ -108,7 +108,7 @@ class Scheduler(ABC, Generic[R]):
 
     @abstractmethod
     def _retractable(self) -> Iterable[R]:
-        """Requests that hold KV, youngest last."""
+        """Requests that hold KV."""
 
     @abstractmethod
     def _let_go(self, req: R, kind: FailureKind, message: str) -> None:
@@ -298,7 +298,7 @@ class Scheduler(ABC, Generic[R]):
 
     @final
     def unfinished(self) -> list[R]:
-        """Requests whose router has not been told an end, oldest first."""
+        """Requests whose router has not been told an end, in rank order."""
         live = [req for req in self._reqs.values() if req not in self.queues[State.ABORTING]]
         return sorted(live, key=lambda req: req.rank)
 

@@ -16,6 +16,6 @@ def fits(need: int, free: int, reserved: int, *, alone: bool) -> bool:
     """Whether a request that needs `need` pages now may be admitted.
 
     `alone`: no other request is active, so nobody's growth has to be guarded; every request was
-    checked at arrival to fit an empty pool, which is why the oldest always gets its turn.
+    checked at arrival to fit an empty pool, which is why the first in rank always gets its turn.
     """
     return need + (0 if alone else reserved) <= free

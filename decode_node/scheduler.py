@@ -10,8 +10,8 @@
   `RoomFinished`). If prefill goes silent there is no word: the pages go into quarantine until its
   lease has certainly run out.
 * Retraction is per request: `_retract(req)`. There is no retraction of a batch, so an empty batch
-  has nothing that could be retracted. Under memory pressure the youngest goes first, never the
-  oldest.
+  has nothing that could be retracted. Under memory pressure the last in rank (the least urgent,
+  the youngest of those) goes first, never the first of all.
 * The first token is repeated to the router as soon as everything has landed: from then on
   prefill's death does not matter.
 """
@@ -272,7 +272,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
     # ------------------------------------------------------------ steps
 
     def _select(self) -> list[tuple[DecodeReq, Row]]:
-        while self._slots.any_free and (req := self.waiting_queue.oldest) is not None:
+        while self._slots.any_free and (req := self.waiting_queue.first) is not None:
             self._slots.give(req)
             self.running_queue.take(req)
             req.unsent_pages = list(req.pages)
@@ -281,7 +281,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         return [(req, self._row(req)) for req in ready if req in self.running_queue]
 
     def _make_room(self, req: DecodeReq) -> bool:
-        """A page for the next token's KV, retracting the youngest if need be; False: not now."""
+        """A page for the next token's KV, retracting the last in rank if need be; else False."""
         while req in self.running_queue:
             pages = self.kv.grow(req, req.num_tokens)
             if pages is not None:
@@ -294,17 +294,17 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         return False
 
     def _victim(self) -> DecodeReq | None:
-        """The youngest that holds pages, but never the oldest of all.
+        """The last in rank that holds pages, but never the first of all.
 
         One whose pages are still being written gives nothing back at once, so such a one is asked
         only when nobody else is left, and one at a time.
         """
-        running, waiting = self.running_queue.youngest, self.waiting_queue.youngest
+        running, waiting = self.running_queue.last, self.waiting_queue.last
         if len(self.running_queue) + len(self.waiting_queue) > 1:
             return max(filter(None, (running, waiting)), key=lambda req: req.rank)
-        if self.aborting_queue or self.transfer_queue.youngest is None:
+        if self.aborting_queue or self.transfer_queue.last is None:
             return None
-        return self.transfer_queue.youngest
+        return self.transfer_queue.last
 
     def _row(self, req: DecodeReq) -> Row:
         assert req.slot is not None

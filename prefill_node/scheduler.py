@@ -246,8 +246,8 @@ class PrefillScheduler(Scheduler[PrefillReq]):
         return rows
 
     def _admit(self) -> None:
-        """Oldest first; one that does not fit holds back those behind it: it cannot starve."""
-        while (req := self.waiting_queue.oldest) is not None:
+        """In rank order; one that does not fit holds back those behind it: it cannot starve."""
+        while (req := self.waiting_queue.first) is not None:
             if not self._slots.any_free or self.kv.grow(req, req.num_tokens) is None:
                 return
             self._slots.give(req)

@@ -22,6 +22,8 @@ from enum import StrEnum
 from common.messages import (
     WIRE_VERSION,
     Envelope,
+    Failed,
+    FailureKind,
     Fingerprint,
     Goodbye,
     Heartbeat,
@@ -87,6 +89,11 @@ class Node:
     def capacity_tokens(self) -> int:
         """Tokens that the node's whole page pool holds."""
         return self.hello.num_pages * self.hello.fingerprint.page_size
+
+    def note_state(self, state: NodeState) -> None:
+        """Who drains never works again: an older word that is still on its way changes nothing."""
+        if self.state is not NodeState.DRAINING:
+            self.state = state
 
     def number(self) -> int:
         """The next message's number on the way down."""
@@ -155,7 +162,10 @@ class NodeRegistry:
         node.routing_id = routing_id
         match body:
             case Heartbeat(stats=stats, step_age_s=age):
-                node.stats, node.state, node.step_age_s = stats, stats.state, age
+                node.stats, node.step_age_s = stats, age
+                node.note_state(stats.state)
+            case Failed(kind=FailureKind.DRAINING):
+                node.note_state(NodeState.DRAINING)
             case Goodbye():
                 self._give_up(source, Loss.LEFT)
                 return Received(loss=Loss.LEFT)

@@ -22,6 +22,7 @@ CAUSE_OF_LOSS = {
 }
 CAUSE_OF_FAILURE = {
     FailureKind.REFUSED: ReplayCause.REFUSED,
+    FailureKind.DRAINING: ReplayCause.LEFT,
     FailureKind.PEER_LOST: ReplayCause.PEER_LOST,
     FailureKind.TRANSFER: ReplayCause.TRANSFER,
     FailureKind.EXPIRED: ReplayCause.EXPIRED,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.config import DecodeConfig, PrefillConfig
-from common.messages import Fingerprint
+from common.messages import WIRE_VERSION, Fingerprint
 from common.modes import DisaggregationMode
 from common.node_io.peer_dialler import PeerDialler
 from common.node_io.peer_server import PeerServer
@@ -32,8 +32,8 @@ class Pages:
 
 def scheduler_settings() -> SchedulerSettings:
     agreed = Fingerprint(
-        wire_version=1, model="m", dtype="float32", num_layers=1, num_kv_heads=1, head_dim=2,
-        page_size=16,
+        wire_version=WIRE_VERSION, model="m", dtype="float32", num_layers=1, num_kv_heads=1,
+        head_dim=2, page_size=16,
     )  # fmt: skip
     return SchedulerSettings(
         incarnation="i", fingerprint=agreed, num_pages=8, page_size=16, vocab_size=10,

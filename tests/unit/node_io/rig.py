@@ -11,6 +11,7 @@ import zmq
 
 from common.events import Event
 from common.messages import (
+    WIRE_VERSION,
     Envelope,
     Fingerprint,
     Heartbeat,
@@ -33,7 +34,7 @@ SILENCE_S = 0.4
 PATIENCE_S = 5.0
 
 FINGERPRINT = Fingerprint(
-    wire_version=1,
+    wire_version=WIRE_VERSION,
     model="tiny",
     dtype="float32",
     num_layers=2,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.messages import FailureKind, NodeState, StopReason
+from common.messages import Failed, FailureKind, NodeState, StopReason
 from common.modes import PauseMode
 from router.errors import unavailable
 from router.nodes import Loss
@@ -204,6 +204,19 @@ def test_retracted_requests_keep_their_rank_and_go_before_new_ones() -> None:
     desk.settle()
     order = [generate.rid for generate in desk.generates("p1")]
     assert order == ["old0", "old1", "old2", "new0", "new1"]
+
+
+def test_a_node_that_drains_hands_its_requests_on_at_no_cost() -> None:
+    desk = Desk("p1 p2 d1", replay=ReplayLimits(max_after_fault=0, max_after_death=0))
+    job = desk.submit()
+    leaving = attempt(job).prefill
+    failed = Failed(room=room(job), kind=FailureKind.DRAINING, message="leaving")
+    desk.say(leaving, failed)
+    desk.fail(leaving, failed.room, failed.kind)
+    assert attempt(job).prefill != leaving
+    desk.set_state(leaving, NodeState.READY)  # an older heartbeat comes late
+    others = [desk.submit(f"r{i}") for i in range(3)]
+    assert leaving not in {attempt(other).prefill for other in others}
 
 
 def test_a_replay_goes_before_an_older_request_that_never_ran() -> None:

@@ -100,6 +100,24 @@ def test_the_youngest_is_retracted_first_and_the_oldest_never() -> None:
     assert max(out.index for out in outputs(node) if out.room == 1) == 19
 
 
+def test_the_least_urgent_is_retracted_first_whatever_its_age() -> None:
+    node = decode(num_pages=7)
+    running(node, 1, max_tokens=20, priority=1)
+    running(node, 2, 3, max_tokens=20)
+    for _ in range(20):
+        node.step()
+    assert [retracted.room for retracted in node.said(Retracted)] == [1, 3]
+    assert max(out.index for out in outputs(node) if out.room == 2) == 19
+
+
+def test_urgent_requests_go_first_in_every_queue() -> None:
+    node = decode()
+    for room, priority in ((1, 0), (2, 5), (3, -1)):
+        node.router(generate(room, priority=priority))
+    ranked = [req.room for req in node.scheduler.queues[State.PREALLOC]]
+    assert ranked == [3, 1, 2]
+
+
 def test_a_retracted_request_comes_back_in_its_old_rank() -> None:
     node = transferring(1)
     node.router(generate(2, age_s=5.0))

@@ -13,6 +13,7 @@ from typing import Any
 
 from common.events import FromPeer, FromRouter, PeerSilent, RouterLost
 from common.messages import (
+    WIRE_VERSION,
     Cancel,
     Fingerprint,
     Generate,
@@ -54,7 +55,7 @@ from tests.unit.scheduler.real_router import RealRouter
 
 ROUTER = "router-1"
 FINGERPRINT = Fingerprint(
-    wire_version=1,
+    wire_version=WIRE_VERSION,
     model="m",
     dtype="float32",
     num_layers=1,
