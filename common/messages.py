@@ -161,6 +161,15 @@ class Welcome(Wire, frozen=True, kw_only=True):
     reset: bool = False
 
 
+class Refused(Wire, frozen=True):
+    """Answer to a `Hello` that this router does not accept now; `reason` is one line for people.
+
+    The node may ask again: the reason can go away, as when another node of its name leaves.
+    """
+
+    reason: str
+
+
 class Generate(Wire, frozen=True, kw_only=True):
     """Run one attempt. Sent to the prefill and to the decode node of the pair."""
 
@@ -246,7 +255,7 @@ class Drain(Wire, frozen=True):
 
 
 AdminVerb = Pause | Continue | FlushCache | AbortRequests
-ToNode = Welcome | Generate | Abort | PeerGone | Ping | Admin
+ToNode = Welcome | Refused | Generate | Abort | PeerGone | Ping | Admin
 
 
 # ---------------------------------------------------------------- node -> router
@@ -453,6 +462,22 @@ class ChunkLanded(Wire, frozen=True, kw_only=True):
     last: FirstToken | None = None
 
 
+# ---------------------------------------------------------------- other versions
+
+
+class AnyFingerprint(Value, frozen=True):
+    """What can be read of every version's `Fingerprint`."""
+
+    wire_version: int
+
+
+class Introduction(Wire, frozen=True, kw_only=True, tag="Hello"):
+    """A `Hello` of a node that speaks another wire version: who it is, and that it is one."""
+
+    name: str
+    fingerprint: AnyFingerprint
+
+
 # ---------------------------------------------------------------- framing
 
 Body = TypeVar("Body")
@@ -471,6 +496,10 @@ class Envelope(msgspec.Struct, Generic[Body], frozen=True, gc=False):
 encode = msgspec.msgpack.Encoder().encode
 decode_to_node = msgspec.msgpack.Decoder(Envelope[ToNode]).decode
 decode_to_router = msgspec.msgpack.Decoder(Envelope[ToRouter]).decode
+FromNode = Envelope[ToRouter] | Envelope[Introduction]
+"""What a router hears; decoded by the first of two decoders that can."""
+
+decode_introduction = msgspec.msgpack.Decoder(Envelope[Introduction]).decode
 decode_to_prefill = msgspec.msgpack.Decoder(Envelope[ToPrefill]).decode
 decode_to_decode = msgspec.msgpack.Decoder(Envelope[ToDecode]).decode
 decode_notification = msgspec.msgpack.Decoder(ChunkLanded).decode

@@ -12,32 +12,49 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from common.messages import Envelope, ToNode, ToRouter, decode_to_router, encode
+from common.credentials import ClusterKeys
+from common.gatekeeper import Gatekeeper
+from common.messages import (
+    WIRE_VERSION,
+    Envelope,
+    FromNode,
+    ToNode,
+    decode_introduction,
+    decode_to_router,
+    encode,
+)
+from common.tally import Tally
 
 log = logging.getLogger("router.link")
 
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+"""A step's tokens with all their logprobs are well below 1 MB; ZMQ drops who sends more."""
+RECEIVE_QUEUE = 1000
+"""Messages of one node that may wait here; then they wait at the node."""
 READS_PER_TURN = 256
 """After so many messages other tasks get their turn."""
 LINGER_MS = 300
 """How long the last messages may take to leave at shutdown."""
 
-OnMessage = Callable[[bytes, Envelope[ToRouter]], None]
+OnMessage = Callable[[bytes, FromNode], None]
 
 
 class NodeLink:
     """Owner of the ROUTER socket. Use from the event loop's thread only."""
 
-    def __init__(self, on_message: OnMessage, on_garbage: Callable[[], None]) -> None:
+    def __init__(self, on_message: OnMessage, tally: Tally, keys: ClusterKeys | None) -> None:
+        """`keys`: only who has the cluster's secret may connect; None lets everybody in."""
         self._on_message = on_message
-        self._on_garbage = on_garbage
+        self._tally = tally
+        self._keys = keys
+        self._gate: Gatekeeper | None = None
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._read_scheduled = False
@@ -47,7 +64,10 @@ class NodeLink:
 
         Raises:
             OSError: the address cannot be bound.
+            NoCurve: there are keys, and a libzmq that can do nothing with them.
         """
+        self._gate = Gatekeeper(self._context, self._keys, self._tally)
+        self._gate.guard(self._socket)
         is_ipv6 = ":" in host
         self._socket.setsockopt(zmq.IPV6, int(is_ipv6))
         address = f"tcp://[{host}]" if is_ipv6 else f"tcp://{host}"
@@ -81,6 +101,8 @@ class NodeLink:
         if self._loop is not None:
             self._loop.remove_reader(self._socket.fileno())
             self._loop = None
+        if self._gate is not None:
+            self._gate.close()
         self._socket.close()
         self._context.term()
 
@@ -103,16 +125,30 @@ class NodeLink:
 
     def _take(self, frames: list[bytes]) -> None:
         try:
-            if len(frames) != 2:
-                raise ValueError(f"{len(frames)} frames")
-            envelope = decode_to_router(frames[1])
-        except (msgspec.DecodeError, ValueError) as error:
-            log.warning("dropped %d bytes that are no message: %s", sum(map(len, frames)), error)
-            self._on_garbage()
+            routing_id, payload = frames
+            envelope = decode(payload)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            size = sum(map(len, frames))
+            self._tally.add("garbage_frames", f"{size} bytes that are no message: {error}")
             return
         try:
-            self._on_message(frames[0], envelope)
+            self._on_message(routing_id, envelope)
         except Exception:
             # One node's strange message must not end the reading of all others'.
             log.exception("a message of %s was not handled", envelope.source)
-            self._on_garbage()
+            self._tally.counts["unhandled_messages"] += 1
+
+
+def decode(payload: bytes) -> FromNode:
+    """A node's message, or what can be understood of another wire version's `Hello`.
+
+    Raises:
+        msgspec.MsgspecError: neither.
+    """
+    try:
+        return decode_to_router(payload)
+    except msgspec.ValidationError:
+        introduction = decode_introduction(payload)
+        if introduction.body.fingerprint.wire_version == WIRE_VERSION:
+            raise  # not a version's difference, a malformed message
+        return introduction

@@ -7,9 +7,10 @@
                         ▼  │                                              │ answered "greet me"
                       unlinked ── silence > timeout ──▶ given up ◀────────┘
 
-Identity is the incarnation: two nodes may share a name, and a restarted node is a new one. Numbers
-count from 1 with each Hello on the way up and from 1 with each Welcome on the way down; a jump on
-the way up means that messages were lost, so every attempt on that node has failed.
+Identity is the incarnation, and a restarted node is a new one: it takes over its predecessor's
+name, while a second live node of one name is refused. Numbers count from 1 with each Hello on the
+way up and from 1 with each Welcome on the way down; a jump on the way up means that messages were
+lost, so every attempt on that node has failed.
 
 "Greet me" is a `Ping` numbered 0: to a node it is a gap, or a new router, and both make it end the
 rooms it holds for this router and say Hello.
@@ -25,13 +26,16 @@ from common.messages import (
     Failed,
     FailureKind,
     Fingerprint,
+    FromNode,
     Goodbye,
     Heartbeat,
     Hello,
     Incarnation,
+    Introduction,
     NodeState,
     NodeStats,
     Ping,
+    Refused,
     ToNode,
     ToRouter,
     Welcome,
@@ -47,6 +51,8 @@ class Loss(StrEnum):
 
     SILENT = "silent"
     UNREACHABLE = "unreachable"
+    REPLACED = "replaced"
+    """Another process has taken its name, and it did not object."""
     LEFT = "left"
     """It said goodbye."""
     RELINKED = "relinked"
@@ -110,6 +116,10 @@ class Received:
     joined: bool = False
     welcome: Welcome | None = None
     """Answer to the sender, as its first numbered message."""
+    refused: Refused | None = None
+    """Answer to the sender, which does not join."""
+    replaced: tuple[Node, ...] = ()
+    """Nodes that are given up for good, since the sender has taken their name."""
     greet_me: bool = False
     """Answer `Ping` number 0, so that the sender says Hello."""
     dropped: str | None = None
@@ -143,11 +153,13 @@ class NodeRegistry:
 
     # ------------------------------------------------------------ what nodes say
 
-    def receive(self, routing_id: bytes, envelope: Envelope[ToRouter], now: float) -> Received:
+    def receive(self, routing_id: bytes, envelope: FromNode, now: float) -> Received:
         """Judge one envelope: addressee, sender, number; take in what concerns the node itself."""
         source, body = envelope.source, envelope.body
         if not source:
             return Received(dropped="garbage_frames")
+        if isinstance(body, Introduction):
+            return _refuse_version(body)
         if isinstance(body, Hello):
             return self._on_hello(routing_id, envelope, body, now)
         node = self._nodes.get(source)
@@ -174,13 +186,23 @@ class NodeRegistry:
         return Received(loss=loss, body=body)
 
     def _on_hello(
-        self, routing_id: bytes, envelope: Envelope[ToRouter], hello: Hello, now: float
+        self,
+        routing_id: bytes,
+        envelope: FromNode,
+        hello: Hello,
+        now: float,
     ) -> Received:
+        source = envelope.source
         if envelope.to not in ("", self.me):
             return Received(dropped="stale_node_messages", greet_me=True)
         if hello.fingerprint.wire_version != WIRE_VERSION:
-            return Received(dropped="refused_wire_versions")
-        source = envelope.source
+            return _refuse_version(hello)
+        rivals = self.rivals(source, hello)
+        for rival in rivals:
+            if rival.linked and now - rival.heard_at <= self._timeout_s / 2:
+                return Received(dropped="refused_nodes", refused=_name_taken(rival))
+        for rival in rivals:
+            self._give_up(rival.incarnation, Loss.REPLACED)
         again = source in self._nodes
         known = again or source in self._given_up
         self._given_up.pop(source, None)
@@ -190,8 +212,17 @@ class NodeRegistry:
             loss=Loss.RELINKED if again else None,
             joined=True,
             welcome=Welcome(reset=known),
+            replaced=rivals,
             body=hello,
         )
+
+    def rivals(self, source: Incarnation, hello: Hello) -> tuple[Node, ...]:
+        """Other incarnations with the name of a node that says Hello.
+
+        Before `receive`, make sure that they can still be reached: a restarted node meets its
+        predecessor here, whose connection is gone, and that must not keep it out.
+        """
+        return tuple(node for node in self.named(hello.name) if node.incarnation != source)
 
     # ------------------------------------------------------------ what nodes do not say
 
@@ -232,6 +263,9 @@ class NodeRegistry:
     def greet_me(self, to: Incarnation) -> Envelope[ToNode]:
         return Envelope(self.me, to, 0, Ping(0.0))
 
+    def refusal(self, to: Incarnation, refused: Refused) -> Envelope[ToNode]:
+        return Envelope(self.me, to, 0, refused)
+
     # ------------------------------------------------------------ what nodes allow
 
     def max_model_len(self, otherwise: int) -> int:
@@ -271,6 +305,17 @@ class NodeRegistry:
                     names = f"{prefill.hello.name} and {decode.hello.name}"
                     found.append(f"{names} differ in {', '.join(differing)}")
         return found
+
+
+def _refuse_version(hello: Hello | Introduction) -> Received:
+    theirs = hello.fingerprint.wire_version
+    reason = f"it speaks wire version {theirs}, this router {WIRE_VERSION}"
+    return Received(dropped="refused_nodes", refused=Refused(reason))
+
+
+def _name_taken(holder: Node) -> Refused:
+    where = f"{holder.incarnation}, process {holder.hello.pid}, {holder.hello.url}"
+    return Refused(f"the name {holder.hello.name} belongs to a live node ({where})")
 
 
 def _differing(left: Fingerprint, right: Fingerprint) -> list[str]:

@@ -16,6 +16,7 @@ from router.requests import Attempt, Job, ReplayCause
 CAUSE_OF_LOSS = {
     Loss.SILENT: ReplayCause.DEATH,
     Loss.UNREACHABLE: ReplayCause.DEATH,
+    Loss.REPLACED: ReplayCause.DEATH,
     Loss.LEFT: ReplayCause.LEFT,
     Loss.RELINKED: ReplayCause.LINK,
     Loss.GAP: ReplayCause.LINK,

@@ -7,29 +7,32 @@ into the pure parts; `_settle` then carries out what they decided.
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 
+from common.credentials import ClusterKeys
 from common.messages import (
     Aborted,
     AdminReply,
     AdminVerb,
     Continue,
-    Envelope,
     Failed,
+    FromNode,
     Goodbye,
     Heartbeat,
     Hello,
     Incarnation,
+    Introduction,
     NodeState,
     Pause,
     PeerGone,
     Ping,
+    Refused,
     Retracted,
     SamplingParams,
     Tokens,
     ToRouter,
 )
+from common.tally import Tally
 from router.admin import AdminDesk, NodeAnswer
 from router.dispatcher import Dispatcher
 from router.effects import Send
@@ -56,14 +59,16 @@ class RouterService:
         *,
         heartbeat_s: float,
         admin_timeout_s: float,
+        keys: ClusterKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry = registry
         self.dispatcher = dispatcher
         self.metrics = metrics
-        self.counters: Counter[str] = Counter()
+        self._tally = Tally(log)
+        self.counters = self._tally.counts
         self._desk = AdminDesk()
-        self._link = NodeLink(self._on_message, self._on_garbage)
+        self._link = NodeLink(self._on_message, self._tally, keys)
         self._heartbeat_s = heartbeat_s
         self._admin_timeout_s = admin_timeout_s
         self._clock = clock
@@ -73,7 +78,7 @@ class RouterService:
     # ------------------------------------------------------------ life
 
     def start(self, host: str, port: int) -> int:
-        """Listen for nodes; returns the port."""
+        """Listen for nodes; returns the port. Raises OSError, NoCurve."""
         port = self._link.open(host, port)
         self._timer = asyncio.get_running_loop().create_task(self._tick_forever())
         return port
@@ -199,30 +204,40 @@ class RouterService:
 
     def on_garbage_http(self, detail: str) -> None:
         """Bytes that are not HTTP came to the endpoint."""
-        self.counters["garbage_http"] += 1
-        log.warning("garbage_http (%d so far) %s", self.counters["garbage_http"], detail)
+        self._tally.add("garbage_http", detail)
 
-    def _on_garbage(self) -> None:
-        self.counters["garbage_frames"] += 1
-
-    def _on_message(self, routing_id: bytes, envelope: Envelope[ToRouter]) -> None:
+    def _on_message(self, routing_id: bytes, envelope: FromNode) -> None:
         now = self._clock()
-        source = envelope.source
+        source, body = envelope.source, envelope.body
+        if isinstance(body, Hello):  # whether who has its name can still be reached
+            for rival in self.registry.rivals(source, body):
+                self._send(Send(rival.incarnation, Ping(now)), now)
         received = self.registry.receive(routing_id, envelope, now)
         if received.dropped is not None:
             self.counters[received.dropped] += 1
-            if received.dropped == "refused_wire_versions":
-                log.warning("refused %s: it speaks another wire version", source)
+        if received.refused is not None:
+            self._refuse(routing_id, envelope, received.refused)
         if received.greet_me:
             self._link.send(routing_id, self.registry.greet_me(source))
         if received.loss is not None:
             log.warning("%s: its attempts are over (%s)", source, received.loss)
             self._lose(source, received.loss, now)
+        for node in received.replaced:
+            log.warning("gave up %s (%s): restarted", node.hello.name, node.incarnation)
+            self._lose(node.incarnation, Loss.REPLACED, now)
         if received.welcome is not None:
             self._send(Send(source, received.welcome), now)
         if received.body is not None:
             self._on_body(source, received.body, now)
         self._settle(now)
+
+    def _refuse(self, routing_id: bytes, envelope: FromNode, refused: Refused) -> None:
+        """Tell it why, and the log once for each node and reason."""
+        source, body = envelope.source, envelope.body
+        name = body.name if isinstance(body, Hello | Introduction) else ""
+        detail = f"{name} ({source}): {refused.reason}"
+        self._tally.tell("refused_nodes", detail, key=f"{source} {refused.reason}")
+        self._link.send(routing_id, self.registry.refusal(source, refused))
 
     def _on_body(self, source: Incarnation, body: ToRouter, now: float) -> None:
         match body:
@@ -261,8 +276,6 @@ class RouterService:
 
     def _log_join(self, source: Incarnation, hello: Hello) -> None:
         log.info("%s node %s joined (%s, %s)", hello.role, hello.name, source, hello.url)
-        if len(self.registry.named(hello.name)) > 1:
-            log.warning("several nodes are named %s", hello.name)
         for mismatch in self.registry.mismatches():
             log.warning("no work goes through this pair: %s", mismatch)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from common.events import AdminDone, AdminRequest
 from common.messages import AdminVerb
 from common.node_io.inbox import Inbox
-from common.node_io.sockets import Tally
+from common.tally import Tally
 
 Answer = Callable[[AdminDone], None]
 

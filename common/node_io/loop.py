@@ -7,6 +7,7 @@ from typing import assert_never
 import zmq.asyncio
 
 from common.events import AdminDone
+from common.gatekeeper import Gatekeeper
 from common.logs import log_request_end
 from common.messages import NodeState
 from common.metrics import NodeMetrics
@@ -18,8 +19,8 @@ from common.node_io.peer_side import PeerSide, Wiring
 from common.node_io.router_links import RouterLinks
 from common.node_io.settings import IOSettings, NodeIdentity, Registration
 from common.node_io.snapshot import Snapshot
-from common.node_io.sockets import Tally
 from common.plan import DialPeer, HangUp, Outgoing, ToPeerMsg, ToRouterMsg
+from common.tally import Tally
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,10 @@ class IOLoop:
         self._snapshot = snapshot
         self._tally = Tally()
         self._context = zmq.asyncio.Context(io_threads=1)
-        wiring = Wiring(identity.incarnation, settings, self._context, inbox, self._tally)
+        self._gate = Gatekeeper(self._context, settings.keys, self._tally)
+        wiring = Wiring(
+            identity.incarnation, settings, self._context, self._gate, inbox, self._tally
+        )
         self._wiring = wiring
         self._desk = AdminDesk(inbox, self._tally)
         self._routers = RouterLinks(wiring, self._desk, snapshot)
@@ -99,6 +103,7 @@ class IOLoop:
         self._routers.close(self._goodbye)
         self._take_measured()
         await self._http.close()
+        self._gate.close()
         self._context.destroy(linger=None)
 
     # ------------------------------------------------------------ from the engine thread

@@ -7,6 +7,7 @@ import msgspec
 import zmq
 
 from common.events import FromPeer, PeerSilent
+from common.gatekeeper import dial_with, why_refused
 from common.messages import (
     Destination,
     Envelope,
@@ -26,7 +27,8 @@ from common.node_io.addresses import Endpoint
 from common.node_io.peer_link import DialledPeer
 from common.node_io.peer_side import Wiring
 from common.node_io.settings import Registration
-from common.node_io.sockets import FLUSH_MS, Frames, MessageSocket, routing_id
+from common.node_io.sockets import FLUSH_MS, MessageSocket, routing_id
+from common.zmq_reading import Frames
 
 
 class Dialled:
@@ -74,7 +76,9 @@ class PeerDialler:
         dealer = self._context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.ROUTING_ID, routing_id(self._node))
         dealer.setsockopt(zmq.IPV6, int(endpoint.is_ipv6))
+        dial_with(dealer, self._settings.keys)
         socket = MessageSocket(dealer, functools.partial(self._receive, peer))
+        socket.watch_connections(refused=functools.partial(self._refused, address))
         dealer.connect(str(endpoint))
         socket.start()
         settings = self._settings
@@ -132,6 +136,11 @@ class PeerDialler:
         fingerprint, memory = registration.fingerprint, registration.memory
         hello = PeerHello(fingerprint=fingerprint, memory=memory, lease_s=self._lease_s)
         self.send(peer, hello)
+
+    def _refused(self, address: str, event: int, value: int) -> None:
+        """Its silence will end the link; here is why."""
+        why = why_refused(event, value, secured=self._settings.keys is not None)
+        self._tally.add("refused_by_peers", f"{address}: {why}", key=address)
 
     def _receive(self, peer: Incarnation, frames: Frames) -> None:
         try:

@@ -23,7 +23,8 @@ from common.node_io.addresses import bind_host, bracketed
 from common.node_io.peer_link import AcceptedPeers
 from common.node_io.peer_side import Wiring
 from common.node_io.settings import CannotBind, Registration
-from common.node_io.sockets import Frames, MessageSocket
+from common.node_io.sockets import MessageSocket
+from common.zmq_reading import Frames
 
 
 class PeerServer:
@@ -48,6 +49,7 @@ class PeerServer:
         try:
             host = bind_host(settings.host)
             router.setsockopt(zmq.IPV6, int(":" in host))
+            wiring.gate.guard(router)
             router.bind(f"tcp://{bracketed(host)}:{self._port or '*'}")
         except (zmq.ZMQError, OSError) as error:
             where = f"{settings.host}:{self._port}"

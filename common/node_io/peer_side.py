@@ -5,10 +5,11 @@ from typing import Protocol
 
 import zmq.asyncio
 
+from common.gatekeeper import Gatekeeper
 from common.messages import Incarnation, ToDecode, ToPrefill
 from common.node_io.inbox import Inbox
 from common.node_io.settings import IOSettings, Registration
-from common.node_io.sockets import Tally
+from common.tally import Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class Wiring:
     node: Incarnation
     settings: IOSettings
     context: zmq.asyncio.Context
+    gate: Gatekeeper
     inbox: Inbox
     tally: Tally
 

@@ -2,7 +2,7 @@
 
                  Hello sent (seq 1)           Welcome
     greeting ───────────────────▶ greeting ───────────▶ linked(router) ──┐
-       ▲   again every heartbeat                                         │
+       ▲   again every heartbeat, or 5 s after a Refused                 │
        └──── silent, numbering gap, new incarnation, connection broke ◀──┘
 
 The rule that keeps both ends agreed: *a Hello says "I hold nothing of yours"*. A node greets only
@@ -14,14 +14,16 @@ restarts with each Hello on the way up and with each Welcome on the way down.
 from collections import deque
 from dataclasses import dataclass
 
-from common.messages import Envelope, Incarnation, Ping, ToNode, Welcome
+from common.messages import Envelope, Incarnation, Ping, Refused, ToNode, Welcome
 
 REMEMBERED_INCARNATIONS = 8
+REFUSED_RETRY_S = 5.0
+"""Before a router that refused this node is asked again: the reason may have gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What one envelope means. At most one of `body` and `dropped` is set."""
+    """What one envelope means. At most one of `body`, `refused` and `dropped` is set."""
 
     body: ToNode | None = None
     """To be acted on, sent by the linked router."""
@@ -29,6 +31,8 @@ class Received:
     """This router's rooms are over; comes before `body`."""
     dropped: str | None = None
     """Why the envelope was ignored: a counter's name."""
+    refused: str | None = None
+    """Why this router does not take this node now."""
 
 
 class RouterLink:
@@ -73,6 +77,8 @@ class RouterLink:
             return Received(dropped="stale_router_messages")
         if isinstance(body, Welcome):
             return self._welcome(envelope, body, now)
+        if isinstance(body, Refused):
+            return self._refused(source, body, now)
         if source != self.router:
             if self.router is not None and isinstance(body, Ping) and source not in self._past:
                 return Received(lost=self.lose())
@@ -97,6 +103,14 @@ class RouterLink:
         self._heard_at = now
         self._expected = envelope.seq + 1
         return Received(body=body, lost=lost)
+
+    def _refused(self, source: Incarnation, body: Refused, now: float) -> Received:
+        """An answer to a Hello; a router that was linked has changed its mind."""
+        if self.router not in (None, source):
+            return Received(dropped="stale_router_messages")
+        lost = self.lose()
+        self._greet_at = now + REFUSED_RETRY_S
+        return Received(lost=lost, refused=body.reason)
 
     # ------------------------------------------------------------ losses
 

@@ -10,6 +10,7 @@ import msgspec
 import zmq
 
 from common.events import AdminDone, FromRouter, RouterLost
+from common.gatekeeper import dial_with, why_refused
 from common.messages import (
     Abort,
     Admin,
@@ -22,6 +23,7 @@ from common.messages import (
     Incarnation,
     PeerGone,
     Ping,
+    Refused,
     ToNode,
     ToRouter,
     Welcome,
@@ -33,10 +35,13 @@ from common.node_io.admin import AdminDesk
 from common.node_io.peer_side import Wiring
 from common.node_io.router_link import RouterLink
 from common.node_io.snapshot import Snapshot
-from common.node_io.sockets import FLUSH_MS, Frames, MessageSocket, routing_id
+from common.node_io.sockets import FLUSH_MS, MessageSocket, routing_id
+from common.zmq_reading import Frames
 
 log = logging.getLogger(__name__)
 
+OPEN_AGAIN_S = (0.25, 5.0)
+"""Shortest and longest wait after a refused handshake; it doubles each time."""
 GREET_AGAIN_S = 0.05
 """The monitor can report a connection a moment before messages may be queued on it."""
 
@@ -48,6 +53,10 @@ class RouterConnection:
         self.endpoint = endpoint
         self.link = link
         self.socket: MessageSocket | None = None
+        self.num_refused = 0
+        """Handshakes that failed since one succeeded."""
+        self.open_at = 0.0
+        """While there is no socket: when to open another."""
 
 
 class RouterLinks:
@@ -95,6 +104,8 @@ class RouterLinks:
                 log.warning("router %s is silent", connection.endpoint)
                 self._lose(connection.link.lose())
                 self._open(connection)
+            elif connection.socket is None and now >= connection.open_at:
+                self._open(connection)
             self._greet(connection, now)
         for router in tuple(self._linked):
             self._beat(router)
@@ -140,16 +151,19 @@ class RouterLinks:
         dealer.setsockopt(zmq.IMMEDIATE, 1)  # no connection, no queue: stale Hellos would pile up
         dealer.setsockopt(zmq.ROUTING_ID, routing_id(self._node))
         dealer.setsockopt(zmq.IPV6, int(connection.endpoint.is_ipv6))
+        dial_with(dealer, self._settings.keys)
         socket = MessageSocket(dealer, functools.partial(self._receive, connection))
         socket.watch_connections(
             connected=functools.partial(self._connected, connection),
             broken=functools.partial(self._broken, connection),
+            refused=functools.partial(self._refused, connection),
         )
         dealer.connect(str(connection.endpoint))
         socket.start()
         connection.socket = socket
 
     def _connected(self, connection: RouterConnection) -> None:
+        connection.num_refused = 0
         connection.link.connected()
         self._greet(connection, time.monotonic())
         loop = asyncio.get_running_loop()
@@ -158,6 +172,19 @@ class RouterLinks:
     def _broken(self, connection: RouterConnection) -> None:
         """Whatever was on its way is lost, and the next thing said there will be a Hello."""
         self._lose(connection.link.lose())
+
+    def _refused(self, connection: RouterConnection, event: int, value: int) -> None:
+        """The handshake failed. ZMQ may give up here or try ten times a second: we do neither."""
+        why = why_refused(event, value, secured=self._settings.keys is not None)
+        at = str(connection.endpoint)
+        self._tally.add("refused_by_routers", f"{at}: {why}", key=at)
+        shortest, longest = OPEN_AGAIN_S
+        delay = min(shortest * 2**connection.num_refused, longest)
+        connection.num_refused = min(connection.num_refused + 1, 16)
+        connection.open_at = time.monotonic() + delay
+        if connection.socket is not None:
+            connection.socket.close()
+            connection.socket = None
 
     def _greet(self, connection: RouterConnection, now: float) -> None:
         link = connection.link
@@ -191,7 +218,10 @@ class RouterLinks:
             self._lose(received.lost)
         if received.dropped is not None:
             self._tally.add(received.dropped, type(envelope.body).__name__)
-        if received.body is not None:
+        if received.refused is not None:
+            at = f"{envelope.source} at {connection.endpoint}"
+            self._tally.add("refused_by_routers", f"{at}: {received.refused}", key=at)
+        elif received.body is not None:
             self._act(connection, envelope.source, received.body)
         else:
             self._greet(connection, time.monotonic())
@@ -204,8 +234,8 @@ class RouterLinks:
                 self._inbox.put(FromRouter(router, body))
             case Admin(id=admin_id, verb=verb):
                 self._desk.ask(verb, functools.partial(self._answer, router, admin_id))
-            case Ping():
-                pass  # the link has noted the sign of life
+            case Ping() | Refused():
+                pass  # the link has noted it
             case _:
                 assert_never(body)
 

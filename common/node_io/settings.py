@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from common.credentials import ClusterKeys
 from common.messages import Fingerprint, Hello, Incarnation, PeerMemory
 from common.modes import DisaggregationMode
 
@@ -26,6 +27,8 @@ class IOSettings:
     """HTTP; 0 takes a free one."""
     routers: tuple[str, ...] = ()
     """tcp://host:port each; a DNS name stands for all its addresses."""
+    keys: ClusterKeys | None = None
+    """What the cluster secret gives; None: whoever reaches the sockets may use them."""
     heartbeat_s: float = 0.5
     router_timeout_s: float = 10.0
     peer_timeout_s: float = 5.0

@@ -1,17 +1,15 @@
 """ZMQ sockets whose sends never wait and whose readers never die."""
 
 import asyncio
-import logging
 import os
-import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import cast
 
 import zmq
 import zmq.asyncio
 
-log = logging.getLogger(__name__)
+from common.gatekeeper import FAILURES
+from common.zmq_reading import Frames, parse_event, read
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Beyond this ZMQ drops the connection. A prompt of a million tokens is about 5 MB."""
@@ -20,31 +18,15 @@ SEND_QUEUE = 10_000
 RECONNECT_MS = (100, 1000)
 FLUSH_MS = 200
 """How long a goodbye may still travel after its socket is closed."""
-READS_PER_TURN = 64
-REPORT_EVERY_S = 10.0
-
-Frames = list[bytes]
-
-
-class Tally:
-    """Counts what went wrong on the sockets; some of each kind get a log line."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self._logged_at: dict[str, float] = {}
-
-    def add(self, what: str, detail: str = "") -> None:
-        """Count, and say so at most once in 10 s for each kind."""
-        self.counts[what] += 1
-        now = time.monotonic()
-        if now - self._logged_at.get(what, -REPORT_EVERY_S) >= REPORT_EVERY_S:
-            self._logged_at[what] = now
-            log.warning("%s (%d so far) %s", what, self.counts[what], detail)
 
 
 def routing_id(incarnation: str) -> bytes:
     """Fresh for each connection, so that a new one is never taken for a dead one's."""
     return f"{incarnation}.{os.urandom(4).hex()}".encode()[-255:]
+
+
+def _nothing() -> None:
+    """What follows from an event that nobody asked for."""
 
 
 class MessageSocket:
@@ -68,14 +50,30 @@ class MessageSocket:
         """Read from now on."""
         self._tasks.append(asyncio.create_task(read(self.zmq, self._handle)))
 
-    def watch_connections(self, connected: Callable[[], None], broken: Callable[[], None]) -> None:
-        """Call back when the transport comes up (handshake done) and when it breaks."""
-        events = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
+    def watch_connections(
+        self,
+        *,
+        refused: Callable[[int, int], None],
+        connected: Callable[[], None] = _nothing,
+        broken: Callable[[], None] = _nothing,
+    ) -> None:
+        """Call back when the transport comes up (handshake done), breaks, or is refused.
+
+        `refused` gets the monitor's event and value, see `why_refused`. After some refusals ZMQ
+        does not try again: whoever wants to must open another socket.
+        """
+        succeeded = zmq.Event.HANDSHAKE_SUCCEEDED
+        events = succeeded | zmq.Event.DISCONNECTED | FAILURES
         monitor = self._monitor = self.zmq.get_monitor_socket(events)
 
         def handle(frames: Frames) -> None:
-            event = int.from_bytes(frames[0][:2], "little")
-            (connected if event == zmq.Event.HANDSHAKE_SUCCEEDED else broken)()
+            event, value = parse_event(frames)
+            if event == succeeded:
+                connected()
+            elif event == zmq.Event.DISCONNECTED:
+                broken()
+            else:
+                refused(event, value)
 
         self._tasks.append(asyncio.create_task(read(monitor, handle)))
 
@@ -98,17 +96,3 @@ class MessageSocket:
             self.zmq.disable_monitor()
             self._monitor.close(0)
         self.zmq.close(linger_ms)
-
-
-async def read(socket: zmq.asyncio.Socket, handle: Callable[[Frames], None]) -> None:
-    """Hand over every message. An error in `handle` is ours: logged, never the reader's end."""
-    count = 0
-    while True:
-        frames = await socket.recv_multipart()
-        try:
-            handle(frames)
-        except Exception:
-            log.exception("a message could not be handled")
-        count += 1
-        if count % READS_PER_TURN == 0:
-            await asyncio.sleep(0)  # a receive that is ready at once does not yield to others

@@ -2,8 +2,8 @@
 
 import pytest
 
-from common.messages import Abort, Envelope, Ping, ToNode, Welcome
-from common.node_io.router_link import Received, RouterLink
+from common.messages import Abort, Envelope, Ping, Refused, ToNode, Welcome
+from common.node_io.router_link import REFUSED_RETRY_S, Received, RouterLink
 
 ABORT = Abort(1)
 
@@ -46,6 +46,25 @@ def test_what_a_linked_node_makes_of_a_message(
     it = link()
     assert it.receive(message, 101.0) == expected
     assert it.router == linked
+
+
+def test_a_refused_node_asks_again_after_a_while() -> None:
+    it = link(None)
+    it.greeted(1.0)
+    received = it.receive(envelope(Refused("the name is taken"), seq=0), 1.1)
+    assert received == Received(refused="the name is taken")
+    assert not it.greeting_due(1.1 + REFUSED_RETRY_S - 0.01)
+    assert it.greeting_due(1.1 + REFUSED_RETRY_S)
+    it.receive(envelope(Welcome(), seq=1), 7.0)
+    assert it.router == "r1"
+
+
+def test_a_router_may_refuse_a_node_that_it_had_welcomed_and_no_other_may() -> None:
+    it = link()
+    other = envelope(Refused("no"), source="r2", seq=0)
+    assert it.receive(other, 101.0) == Received(dropped="stale_router_messages")
+    assert it.receive(envelope(Refused("no"), seq=0), 101.0) == Received(lost="r1", refused="no")
+    assert it.router is None
 
 
 @pytest.mark.parametrize("body", [ABORT, Ping(0.0)])

@@ -1,6 +1,10 @@
 """Who is linked, what is stale, what was lost: the registry's judgement."""
 
+import msgspec
+import pytest
+
 from common.messages import (
+    WIRE_VERSION,
     Envelope,
     Fingerprint,
     Goodbye,
@@ -13,6 +17,7 @@ from common.messages import (
     Welcome,
 )
 from common.modes import DisaggregationMode
+from router.link import decode
 from router.nodes import Loss, Node, NodeRegistry, Received
 from tests.unit.router.desk import FINGERPRINT, ME, hello
 
@@ -117,19 +122,71 @@ def test_an_unreachable_node_gets_no_work_until_it_greets() -> None:
 def test_another_wire_version_is_refused() -> None:
     wire = Wire()
     received = wire.say("p", 1, hello(PREFILL, "p", wire_version=0), to="")
-    assert received == Received(dropped="refused_wire_versions")
+    assert received.dropped == "refused_nodes"
+    assert received.refused is not None
+    assert f"wire version 0, this router {WIRE_VERSION}" in received.refused.reason
     assert wire.registry.get("p") is None
+
+
+def test_a_hello_of_another_version_is_understood_far_enough_to_refuse_it() -> None:
+    fields = {"name": "old", "fingerprint": {"wire_version": 1}, "of_yore": 3}
+    body = {"type": "Hello", **fields}
+    payload = msgspec.msgpack.encode({"source": "p", "to": "", "seq": 1, "body": body})
+    received = NodeRegistry(ME, 3.0).receive(b"", decode(payload), 0.0)
+    assert received.refused is not None
+    assert "wire version 1" in received.refused.reason
+
+
+@pytest.mark.parametrize("version", [WIRE_VERSION, "x", None])
+def test_a_malformed_hello_of_this_version_is_garbage(version: object) -> None:
+    fields = {"name": "new", "fingerprint": {"wire_version": version}}
+    body = {"type": "Hello", **fields}
+    payload = msgspec.msgpack.encode({"source": "p", "to": "", "seq": 1, "body": body})
+    with pytest.raises(msgspec.ValidationError):
+        decode(payload)
 
 
 def test_a_sender_without_a_name_is_garbage() -> None:
     assert Wire().say("", 1, hello(PREFILL, "p")).dropped == "garbage_frames"
 
 
-def test_two_nodes_may_share_a_name() -> None:
+def test_a_second_live_node_of_a_name_is_refused_until_the_first_has_gone() -> None:
     wire = Wire()
-    wire.say("a", 1, hello(PREFILL, "same"), to="")
-    wire.say("b", 1, hello(PREFILL, "same"), to="")
-    assert {node.incarnation for node in wire.registry.named("same")} == {"a", "b"}
+    wire.say("a", 1, hello(PREFILL, "same"), to="", now=0.0)
+    wire.say("a", 2, BEAT, now=9.0)
+    received = wire.say("b", 1, hello(DECODE, "same"), to="", now=10.0)
+    assert (received.welcome, received.joined, received.dropped) == (None, False, "refused_nodes")
+    assert received.refused is not None
+    assert "the name same belongs to a live node (a, " in received.refused.reason
+    assert [node.incarnation for node in wire.registry.all()] == ["a"]
+    wire.say("a", 3, Goodbye(), now=11.0)
+    assert wire.say("b", 1, hello(DECODE, "same"), to="", now=15.0).joined
+
+
+def test_a_restarted_node_takes_its_name_over_at_once() -> None:
+    wire = Wire()
+    wire.say("a", 1, hello(PREFILL, "same"), to="", now=0.0)
+    (rival,) = wire.registry.rivals("b", hello(PREFILL, "same"))
+    wire.registry.unreachable(rival.incarnation)  # a message to it could not be sent
+    received = wire.say("b", 1, hello(PREFILL, "same"), to="", now=0.1)
+    assert received.joined
+    assert [node.incarnation for node in received.replaced] == ["a"]
+    assert [node.incarnation for node in wire.registry.all()] == ["b"]
+    assert wire.say("a", 2, BEAT, now=0.2).greet_me, "and if it lives after all, it is told"
+
+
+def test_a_node_that_fell_silent_does_not_hold_its_name() -> None:
+    wire = Wire()
+    wire.say("a", 1, hello(PREFILL, "same"), to="", now=0.0)
+    assert wire.say("b", 1, hello(PREFILL, "same"), to="", now=1.4).refused is not None
+    assert wire.say("b", 1, hello(PREFILL, "same"), to="", now=1.6).joined
+
+
+def test_a_node_that_greets_again_is_not_its_own_rival() -> None:
+    wire = Wire()
+    wire.join("p")
+    assert wire.registry.rivals("p", hello(PREFILL, "p")) == ()
+    assert wire.join("p").joined
 
 
 def test_heartbeats_tell_the_state() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.messages import Envelope
+from common.messages import Envelope, ToRouter
 from common.modes import DisaggregationMode
 from router.config import RouterConfig
 from router.errors import ApiError
@@ -36,7 +36,7 @@ def make_preparer(folder: Path, num_pages: int) -> Preparer:
     registry = NodeRegistry("router", 3.0)
     for role in DisaggregationMode:
         message = hello(role, role.value, num_pages=num_pages)
-        registry.receive(b"", Envelope(role.value, "", 1, message), 0.0)
+        registry.receive(b"", Envelope[ToRouter](role.value, "", 1, message), 0.0)
     config = RouterConfig(model="/models/tiny", max_n=4, max_choices=8)
     info = load_model_info(folder, codec)
     return Preparer(codec, info, registry, config, "tiny", Random(3))
