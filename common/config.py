@@ -60,6 +60,10 @@ class NodeConfig:
     """How long a request waits for its other half's message."""
     transfer_timeout_s: float = 300.0
     """How long decode waits for a request's KV once pages were given."""
+    drain_s: float = 30.0
+    """Asked to end, a node finishes what it computes for so long, then hands it over."""
+    max_queued_requests: int = 4096
+    """Requests that may wait here without KV; more are refused and go to another node."""
     stuck_engine_s: float = 300.0
     """Age of the last step after which /health says no."""
     ucx_tls: str | None = None
@@ -71,10 +75,13 @@ class NodeConfig:
         positive = (
             "page_size", "max_running_requests", "chunk_size", "heartbeat_s", "router_timeout_s",
             "peer_timeout_s", "lease_s", "twin_timeout_s", "transfer_timeout_s", "kv_cache_gib",
+            "max_queued_requests",
         )  # fmt: skip
         for field in positive:
             if getattr(self, field) <= 0:
                 raise ValueError(f"{field} must be positive, not {getattr(self, field)}")
+        if self.drain_s < 0:
+            raise ValueError(f"drain_s must not be negative, not {self.drain_s}")
         for field in ("max_model_len", "num_pages", "threads"):
             value = getattr(self, field)
             if value is not None and value <= 0:

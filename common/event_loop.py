@@ -12,7 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, assert_never
 
 from common.events import AdminDone, AdminRequest, Event, Shutdown
-from common.messages import AbortRequests, AdminVerb, Continue, FlushCache, NodeStats, Pause
+from common.messages import (
+    AbortRequests,
+    AdminVerb,
+    Continue,
+    Drain,
+    FlushCache,
+    NodeStats,
+    Pause,
+)
 from common.plan import Batch, BatchResult, Outgoing, TransferCommand, TransferEvent
 from common.scheduler import Scheduler
 from common.stats import RequestEnd, StageSample
@@ -54,7 +62,7 @@ class Port(Protocol):
 
 
 class EventLoop:
-    """Drives a scheduler. `run` returns when a `Shutdown` arrives."""
+    """Drives a scheduler. `run` returns once the node was asked to leave and has drained."""
 
     def __init__(
         self,
@@ -78,11 +86,9 @@ class EventLoop:
             pass
 
     def turn(self) -> bool:
-        """One pass; False once the process was asked to end."""
+        """One pass; False once the process may end."""
         replies: list[AdminDone] = []
         for event in self._port.drain():
-            if isinstance(event, Shutdown):
-                return False
             self._take_in(event, replies)
         for fact in self._transfers.poll():
             self._scheduler.on_transfer(fact, self._clock())
@@ -91,12 +97,37 @@ class EventLoop:
             self._transfers.submit(plan.transfers)
         if plan.messages or replies:
             self._port.send((*plan.messages, *replies))
+        if self._may_end():
+            return False
         if plan.batch is not None:
             self._run(plan.batch)
         self._publish()
         if plan.batch is None:
             self._port.wait(self._tick_s)
         return True
+
+    def _may_end(self) -> bool:
+        scheduler = self._scheduler
+        empty = scheduler.is_empty
+        if not scheduler.leave.may_end(self._clock(), is_empty=empty):
+            return False
+        self._publish()
+        if empty:
+            log.info("drained")
+        else:
+            stats = scheduler.stats()
+            left = {name: count for name, count in stats.queues.items() if count}
+            quarantined = stats.quarantined_pages
+            log.warning("not drained: left %s, %d pages in quarantine", left, quarantined)
+        return True
+
+    def _leave(self, *, at_once: bool = False) -> None:
+        """Routers hear of it before they hear what is handed over."""
+        if at_once:
+            self._scheduler.leave.force(self._clock())
+        else:
+            self._scheduler.leave.begin(self._clock())
+        self._publish()
 
     def _publish(self) -> None:
         report = self._scheduler.take_report()
@@ -113,8 +144,8 @@ class EventLoop:
             match event:
                 case AdminRequest(ticket, verb):
                     replies.append(self._administer(ticket, verb))
-                case Shutdown():
-                    pass
+                case Shutdown(at_once):
+                    self._leave(at_once=at_once)
                 case _:
                     self._scheduler.handle(event, self._clock())
         except Exception:
@@ -133,6 +164,9 @@ class EventLoop:
             case FlushCache():
                 problem = scheduler.flush_cache()
                 return AdminDone(ticket, problem is None, problem or "the cache is empty")
+            case Drain():
+                self._leave()
+                return AdminDone(ticket, True, "draining")
             case AbortRequests(rid):
                 return AdminDone(ticket, True, f"aborted {scheduler.abort_requests(rid)}")
             case _:

@@ -12,6 +12,7 @@ from common.messages import (
     Generate,
     Incarnation,
     PeerGone,
+    Peers,
     ToDecode,
     ToPrefill,
 )
@@ -20,7 +21,7 @@ from common.messages import (
 @dataclass(frozen=True, slots=True)
 class FromRouter:
     router: Incarnation
-    body: Generate | Abort | PeerGone
+    body: Generate | Abort | PeerGone | Peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,9 @@ class AdminRequest:
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """The process was asked to end."""
+    """The process was asked to end: by draining, or `at_once`."""
+
+    at_once: bool = False
 
 
 Event = FromRouter | RouterLost | FromPeer | PeerSilent | AdminRequest | Shutdown

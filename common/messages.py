@@ -254,8 +254,8 @@ class Drain(Wire, frozen=True):
     """Leave: take nothing new, finish or hand over what is there, say goodbye, end the process."""
 
 
-AdminVerb = Pause | Continue | FlushCache | AbortRequests
-ToNode = Welcome | Refused | Generate | Abort | PeerGone | Ping | Admin
+AdminVerb = Pause | Continue | FlushCache | AbortRequests | Drain
+ToNode = Welcome | Refused | Generate | Abort | PeerGone | Peers | Ping | Admin
 
 
 # ---------------------------------------------------------------- node -> router
@@ -435,7 +435,9 @@ class Drained(Wire, frozen=True, kw_only=True):
     landed: list[int] = msgspec.field(default_factory=list)
 
 
-ToDecode = PeerWelcome | PeerRefused | RoomUnknown | RoomFinished | RoomFailed | Drained | Ping
+ToDecode = (
+    PeerWelcome | PeerRefused | RoomUnknown | RoomFinished | RoomFailed | Drained | Ping | PeerBye
+)
 
 
 # ---------------------------------------------------------------- NIXL notification

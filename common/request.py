@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.messages import Generate, Incarnation, Room, SamplingParams, StopReason
+from common.messages import (
+    Generate,
+    Incarnation,
+    Room,
+    SamplingParams,
+    StopReason,
+    TokenLogprob,
+    TokenOutput,
+)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -92,3 +100,13 @@ class Req:
         if len(self.output_ids) >= self.sampling.max_tokens:
             return StopReason.LENGTH
         return None
+
+    def newest_output(self, logprob: TokenLogprob | None, *, repeat: bool) -> TokenOutput:
+        """The newest token for the router. `repeat`: it was sent before, by the other node."""
+        return TokenOutput(
+            room=self.room,
+            index=len(self.output_ids) - 1,
+            token_ids=[self.output_ids[-1]],
+            logprobs=None if logprob is None else [logprob],
+            finish=None if repeat else self.stop_reason(),
+        )

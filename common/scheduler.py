@@ -17,13 +17,16 @@ After dask's `WorkerState` (events -> instructions, no I/O) and vLLM's schedule/
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable
-from typing import Generic, assert_never, final
+from collections.abc import Collection, Iterable, Sequence
+from typing import ClassVar, Generic, assert_never, final
 
+from common.drain import Leave
 from common.events import FromPeer, FromRouter, PeerSilent, RouterLost
+from common.intake import never_fits, not_now
+from common.invariants import check_queues
 from common.kv_cache.manager import KVCacheManager
 from common.ledger import Ledger
-from common.lifecycle import Edges, IllegalTransition, R, ReqQueue, State
+from common.lifecycle import Edges, R, ReqQueue, State
 from common.messages import (
     Abort,
     Aborted,
@@ -31,14 +34,14 @@ from common.messages import (
     FailureKind,
     Generate,
     Incarnation,
-    NodeState,
     NodeStats,
     PeerGone,
+    PeerNode,
+    Peers,
     Retracted,
     Room,
     ToDecode,
     TokenLogprob,
-    TokenOutput,
     ToPrefill,
     ToRouter,
 )
@@ -66,6 +69,9 @@ from common.tombstones import Ending, Tombstone, Tombstones
 class Scheduler(ABC, Generic[R]):
     """State machine of one node. Subclasses: `PrefillScheduler`, `DecodeScheduler`."""
 
+    _WITHOUT_PAGES: ClassVar[tuple[State, ...]]
+    """States in which a request of this role holds no KV yet."""
+
     def __init__(self, settings: SchedulerSettings, edges: Edges) -> None:
         self.settings = settings
         self.kv = KVCacheManager(settings.num_pages, settings.page_size)
@@ -82,6 +88,7 @@ class Scheduler(ABC, Generic[R]):
         self._in_step: tuple[tuple[R, Row], ...] = ()
         self.paused: PauseMode | None = None
         """The mode of the pause in force."""
+        self.leave = Leave(settings.drain_s, settings.longest_post_s)
         self._now = 0.0
 
     @property
@@ -137,8 +144,15 @@ class Scheduler(ABC, Generic[R]):
         """Act on time-outs."""
 
     @abstractmethod
+    def _say_goodbye(self) -> None:
+        """Tell the peers that this node leaves, holding nothing and writing nothing any more."""
+
+    @abstractmethod
     def _on_transfer_event(self, event: PeerAdded | WriteDone | WriteFailed | Notified) -> None:
         """Take in what the transfer backend says, but for a peer's loss."""
+
+    def _on_peers(self, router: Incarnation, nodes: Sequence[PeerNode]) -> None:
+        """A router has told which prefill nodes there are; nothing to one that is dialled."""
 
     # ------------------------------------------------------------ events
 
@@ -160,7 +174,9 @@ class Scheduler(ABC, Generic[R]):
             case _:
                 assert_never(event)
 
-    def _on_router_message(self, router: Incarnation, body: Generate | Abort | PeerGone) -> None:
+    def _on_router_message(
+        self, router: Incarnation, body: Generate | Abort | PeerGone | Peers
+    ) -> None:
         match body:
             case Generate():
                 self.add_request(body, router)
@@ -168,6 +184,8 @@ class Scheduler(ABC, Generic[R]):
                 self.abort_room(room)
             case PeerGone(peer):
                 self._on_peer_lost(peer, "the router gave the peer up")
+            case Peers(nodes):
+                self._on_peers(router, nodes)
             case _:
                 assert_never(body)
 
@@ -191,7 +209,9 @@ class Scheduler(ABC, Generic[R]):
         if previous is not None and self._reqs[previous].attempt < generate.attempt:
             self.abort_room(previous)
         req = self._new_request(generate, router)
-        refusal = self._refusal(req)
+        waiting = sum(len(self.queues[state]) for state in self._WITHOUT_PAGES)
+        settings, needed = self.settings, self._pages_needed(req)
+        refusal = not_now(waiting, settings, self.leave) or never_fits(req, settings, needed)
         if refusal is not None:
             kind, message = refusal
             self.counters["refusals"] += 1
@@ -202,15 +222,6 @@ class Scheduler(ABC, Generic[R]):
         self._reqs[room] = req
         self._rooms_by_rid[router, req.rid] = room
         self._accept(req)
-
-    def _refusal(self, req: R) -> tuple[FailureKind, str] | None:
-        problem = req.problem(self.settings.vocab_size, self.settings.max_model_len)
-        if problem is not None:
-            return FailureKind.INVALID, problem
-        needed, have = self._pages_needed(req), self.kv.num_pages
-        if needed > have:
-            return FailureKind.TOO_LARGE, f"needs {needed} pages, the pool has {have}"
-        return None
 
     def abort_room(self, room: Room) -> None:
         """End a room without an answer; a room not seen yet will be dropped when it comes."""
@@ -261,6 +272,11 @@ class Scheduler(ABC, Generic[R]):
             return f"{holders} requests hold pages, {self.kv.num_quarantined} are quarantined"
         return None
 
+    @property
+    def is_empty(self) -> bool:
+        """No request is here, and no transfer can touch a page of this node."""
+        return not self._reqs and not self.kv.num_quarantined
+
     # ------------------------------------------------------------ steps
 
     @final
@@ -270,9 +286,15 @@ class Scheduler(ABC, Generic[R]):
         assert not self._in_step, "the last step's result was not taken in"
         self._tombstones.expire(now)
         self._expire()
+        paused = self.paused is not None
+        if self.leave.under_way:
+            for req in self.leave.to_hand_over(self.unfinished(), now, paused=paused):
+                self._retract(req)
         self._advance()
-        rows = [] if self.paused is not None else self._select()
+        rows = [] if paused else self._select()
         self._in_step = tuple(rows)
+        if self.leave.under_way and self.is_empty:
+            self._say_goodbye()
         transfers, messages = self._outbox.drain()
         batch = Batch(tuple(row for _, row in rows)) if rows else None
         return StepPlan(batch, transfers, messages)
@@ -334,18 +356,9 @@ class Scheduler(ABC, Generic[R]):
 
     # ------------------------------------------------------------ tokens, reports
 
-    def _emit(
-        self, req: R, token: int, logprob: TokenLogprob | None, *, repeat: bool = False
-    ) -> None:
+    def _emit(self, req: R, logprob: TokenLogprob | None, *, repeat: bool = False) -> None:
         """Send the newest output token, with its finish reason, to the request's router."""
-        output = TokenOutput(
-            room=req.room,
-            index=len(req.output_ids) - 1,
-            token_ids=[token],
-            logprobs=None if logprob is None else [logprob],
-            finish=None if repeat else req.stop_reason(),
-        )
-        self._outbox.tokens(req.router, output)
+        self._outbox.tokens(req.router, req.newest_output(logprob, repeat=repeat))
         if not repeat:
             self.ledger.token(req, self._now)
 
@@ -355,7 +368,7 @@ class Scheduler(ABC, Generic[R]):
     def stats(self) -> NodeStats:
         """A snapshot of this node's load."""
         return NodeStats(
-            state=NodeState.READY if self.paused is None else NodeState.PAUSED,
+            state=self.leave.state(paused=self.paused is not None),
             queues={state.name.lower(): len(queue) for state, queue in self.queues.items()},
             running=len(self.running_batch),
             num_pages=self.kv.num_pages,
@@ -377,17 +390,6 @@ class Scheduler(ABC, Generic[R]):
 
     def check_invariants(self) -> None:
         """Raise unless every request, page and slot is in exactly one place."""
-        queued = [req for queue in self.queues.values() for req in queue]
-        if sorted(r.room for r in queued) != sorted(self._reqs):
-            raise IllegalTransition("queues and the table of requests differ")
-        for state, queue in self.queues.items():
-            members = list(queue)
-            if any(req.queue is not queue for req in members):
-                raise IllegalTransition(f"a request in {state.name} names another queue")
-            if members != sorted(members, key=lambda req: req.rank):
-                raise IllegalTransition(f"{state.name} is out of order")
+        check_queues(self.queues, self._reqs, self._tombstones)
         self.kv.check(self._reqs.values())
-        self._slots.check(queued)
-        ended = [room for room in self._reqs if room in self._tombstones]
-        if ended:
-            raise IllegalTransition(f"rooms {ended} live beside their tombstones")
+        self._slots.check(self._reqs.values())

@@ -22,6 +22,8 @@ class SchedulerSettings:
     lease_s: float = 10.0
     longest_post_s: float = 3.0
     sync_s: float = 2.0
+    drain_s: float = 30.0
+    max_queued_requests: int = 4096
     weight_version: str = ""
 
     @property

@@ -1,6 +1,8 @@
-"""Whether decode may take a request's pages now: pure decisions over plain numbers."""
+"""Whether decode may take a request's pages now, and who gives pages back: pure decisions."""
 
 from collections.abc import Iterable
+
+from decode_node.request import DecodeReq
 
 
 def reserve(pages_to_grow: Iterable[int], per_request: int) -> int:
@@ -19,3 +21,22 @@ def fits(need: int, free: int, reserved: int, *, alone: bool) -> bool:
     checked at arrival to fit an empty pool, which is why the first in rank always gets its turn.
     """
     return need + (0 if alone else reserved) <= free
+
+
+def choose_victim(
+    running: DecodeReq | None,
+    waiting: DecodeReq | None,
+    transferring: DecodeReq | None,
+    *,
+    several: bool,
+    aborting: bool,
+) -> DecodeReq | None:
+    """Of the last in rank of each queue, the one to retract; never the first of all.
+
+    `several`: more than one request runs or waits. One whose pages are still being written gives
+    nothing back at once, so such a one is asked only when nobody else is left, and one at a time
+    (`aborting`: one was asked already).
+    """
+    if several:
+        return max(filter(None, (running, waiting)), key=lambda req: req.rank)
+    return None if aborting else transferring

@@ -48,6 +48,10 @@ class PrefillLinks:
         link = self._links.get(peer)
         return link is not None and link.ready
 
+    def linked(self) -> list[Incarnation]:
+        """Those with which the handshake is done."""
+        return [peer for peer, link in self._links.items() if link.ready]
+
     def paused(self, peer: Incarnation) -> bool:
         link = self._links.get(peer)
         return link is not None and link.paused_since is not None

@@ -16,7 +16,7 @@
   prefill's death does not matter.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import assert_never, cast
 
 import msgspec
@@ -30,6 +30,9 @@ from common.messages import (
     FailureKind,
     Generate,
     Incarnation,
+    NodeStats,
+    PeerBye,
+    PeerNode,
     PeerRefused,
     PeerWelcome,
     Ping,
@@ -55,16 +58,21 @@ from common.plan import (
 from common.scheduler import Scheduler
 from common.settings import SchedulerSettings
 from common.tombstones import Ending, Tombstone
-from decode_node.admission import fits, reserve
+from decode_node.admission import choose_victim, fits, reserve
+from decode_node.announced import AnnouncedPeers
 from decode_node.peers import PrefillLinks
 from decode_node.request import DecodeReq
 from transfer.handshake import mismatch
 
 QUARANTINE_GRACE_S = 1.0
+LAST_WORDS_S = 0.5
+"""How long notifications of writes that have ended may still be on their way."""
 
 
 class DecodeScheduler(Scheduler[DecodeReq]):
     """Scheduler subclass for `DisaggregationMode.DECODE`."""
+
+    _WITHOUT_PAGES = (State.PREALLOC,)
 
     def __init__(self, settings: SchedulerSettings, reserve_pages: int = 8) -> None:
         super().__init__(settings, DECODE_EDGES)
@@ -74,6 +82,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         self.running_queue = self.queues[State.RUNNING]
         self.aborting_queue = self.queues[State.ABORTING]
         self.links = PrefillLinks(self._outbox)
+        self._announced = AnnouncedPeers(self.links, settings.sync_s)
         self._reserve_pages = reserve_pages
         self._expecting = False
 
@@ -99,6 +108,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
     def _advance(self) -> None:
         """Dial, take pages, name them to prefill. Nothing computed before a pause may survive it,
         so under a pause that empties the node no pages are taken."""
+        self._announced.tend(self._now, self._is_needed)
         emptied = self.paused is not None and self.paused.empties_node
         blocked = emptied
         for req in self.prealloc_queue.snapshot():
@@ -106,6 +116,13 @@ class DecodeScheduler(Scheduler[DecodeReq]):
                 blocked = not self._preallocate(req)
         self._watch_for_writes()
         self._sync_links()
+
+    def _on_peers(self, router: Incarnation, nodes: Sequence[PeerNode]) -> None:
+        self._announced.announce(router, nodes)
+
+    def _is_needed(self, peer: Incarnation) -> bool:
+        used = any(req.prefill == peer for req in self._reqs.values())
+        return used or bool(self.kv.quarantined_rooms(peer))
 
     def _preallocate(self, req: DecodeReq) -> bool:
         active = (*self.running_queue, *self.waiting_queue, *self.transfer_queue)
@@ -173,6 +190,8 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             case Drained(room=room, landed=landed):
                 given_up = (FailureKind.TRANSFER, "prefill gave the room up")
                 self._on_room_over(room, peer, given_up, landed)
+            case PeerBye():
+                self._on_peer_left(peer)
             case _:
                 assert_never(message)
 
@@ -214,6 +233,21 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         for req in self.aborting_queue.snapshot():
             if req.prefill == peer:
                 self._set_aside(req)
+
+    def _on_peer_left(self, peer: Incarnation) -> None:
+        """Prefill's own word that all its writes have ended: nothing has to be set aside."""
+        if not self.links.remove(peer):
+            return
+        for room in self.kv.quarantined_rooms(peer):
+            self.kv.end_quarantine(room, peer)
+        for req in [req for req in self._reqs.values() if req.prefill == peer]:
+            if req in self.prealloc_queue:
+                self._fail(req, FailureKind.PEER_LOST, "prefill has left")
+            elif req in self.aborting_queue:
+                self._retire(req, Tombstone(Ending.FAILED, message="prefill has left"))
+            elif req in self.transfer_queue:
+                req.drained = True
+                req.deadline = min(req.deadline, self._now + LAST_WORDS_S)
 
     def _set_aside(self, req: DecodeReq) -> None:
         settings = self.settings
@@ -259,7 +293,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         self.waiting_queue.take(req)
         self._mark(req, "transfer")
         req.output_ids.append(first.token_id)
-        self._emit(req, first.token_id, first.logprob, repeat=True)
+        self._emit(req, first.logprob, repeat=True)
 
     def _on_stray_write(self, chunk: ChunkLanded) -> None:
         """A write came after its room's end, into pages that may have new owners: retract them."""
@@ -287,24 +321,17 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             if pages is not None:
                 req.unsent_pages += pages
                 return True
-            victim = self._victim()
+            victim = choose_victim(
+                self.running_queue.last,
+                self.waiting_queue.last,
+                self.transfer_queue.last,
+                several=len(self.running_queue) + len(self.waiting_queue) > 1,
+                aborting=bool(len(self.aborting_queue)),
+            )
             if victim is None:
                 return False
             self._retract(victim)
         return False
-
-    def _victim(self) -> DecodeReq | None:
-        """The last in rank that holds pages, but never the first of all.
-
-        One whose pages are still being written gives nothing back at once, so such a one is asked
-        only when nobody else is left, and one at a time.
-        """
-        running, waiting = self.running_queue.last, self.waiting_queue.last
-        if len(self.running_queue) + len(self.waiting_queue) > 1:
-            return max(filter(None, (running, waiting)), key=lambda req: req.rank)
-        if self.aborting_queue or self.transfer_queue.last is None:
-            return None
-        return self.transfer_queue.last
 
     def _row(self, req: DecodeReq) -> Row:
         assert req.slot is not None
@@ -325,12 +352,19 @@ class DecodeScheduler(Scheduler[DecodeReq]):
     def _on_computed(self, req: DecodeReq, _: Row, sample: Sample | None) -> None:
         assert sample is not None
         req.output_ids.append(sample.token_id)
-        self._emit(req, sample.token_id, sample.logprob)
+        self._emit(req, sample.logprob)
         if req.stop_reason() is not None:
             self.ledger.ended(req, "finished")
             self._retire(req, Tombstone(Ending.DONE, frozenset(req.landed)))
 
     # ------------------------------------------------------------ ends
+
+    def _say_goodbye(self) -> None:
+        for peer in self.links.linked():
+            self.links.remove(peer)
+
+    def stats(self) -> NodeStats:
+        return msgspec.structs.replace(super().stats(), linked_peers=self.links.linked())
 
     def _retractable(self) -> Iterable[DecodeReq]:
         return (*self.running_queue, *self.waiting_queue, *self.transfer_queue)
@@ -348,7 +382,8 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         self.kv.expire_quarantine(self._now)
         for req in self.transfer_queue.snapshot():
             if req.deadline <= self._now and not self.links.paused(req.prefill):
-                self._fail(req, FailureKind.TRANSFER, "the KV did not arrive in time")
+                kind = FailureKind.PEER_LOST if req.drained else FailureKind.TRANSFER
+                self._fail(req, kind, "the KV did not arrive in time")
 
     def check_invariants(self) -> None:
         super().check_invariants()

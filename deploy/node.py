@@ -78,7 +78,10 @@ def select_half(mode: DisaggregationMode, config: NodeConfig) -> Half:
 
 
 def run_node(mode: DisaggregationMode, config: NodeConfig) -> int:
-    """Serve until SIGTERM or SIGINT (exit code 0), or until this node's I/O fails (1).
+    """Serve until asked to leave, by a signal or over the wire, and drained; the exit code.
+
+    A second signal, or the drain's bound, ends it with work left, which the log then names. The
+    exit code is 0 all the same: what was asked for was done. It is 1 when this node's I/O fails.
 
     Raises:
         StartupError: the model, a port, the pool or the transfer could not be had.
@@ -95,11 +98,12 @@ def run_node(mode: DisaggregationMode, config: NodeConfig) -> int:
         log.info("asked to end while starting")
     except (ModelError, CannotBind) as error:
         raise StartupError(str(error)) from error
-    return 0 if ending.asked else 1
+    return 1 if ending.io_failed else 0
 
 
 class Ending:
-    """SIGTERM and SIGINT: while starting they break off, afterwards they end the event loop."""
+    """SIGTERM and SIGINT: while starting they break off, afterwards the first drains this node,
+    the second ends it between two steps, and a third kills it."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -113,11 +117,19 @@ class Ending:
         if self.asked:
             io.ask_to_end()
 
+    @property
+    def io_failed(self) -> bool:
+        """Whether nobody asked: the node lost its sockets."""
+        return self._io is not None and self._io.failed
+
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self.asked = True
+        again, self.asked = self.asked, True
         if self._io is None:
             raise KeyboardInterrupt
-        self._io.ask_to_end()
+        if again:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+        self._io.ask_to_end(at_once=again)
 
 
 # ---------------------------------------------------------------- the parts, in order
@@ -254,6 +266,8 @@ def _scheduler_settings(
         transfer_timeout_s=config.transfer_timeout_s,
         lease_s=config.lease_s,
         longest_post_s=config.longest_post_s,
+        drain_s=config.drain_s,
+        max_queued_requests=config.max_queued_requests,
     )
 
 

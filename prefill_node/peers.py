@@ -75,6 +75,9 @@ class DecodeLinks:
             link.lease_until = heard + lease_s
             self._outbox.transfer(RenewLease(peer, link.lease_until))
 
+    def linked(self) -> list[Incarnation]:
+        return list(self._links)
+
     def ready(self, peer: Incarnation) -> PeerMemory | None:
         """The peer's memory if it may be written to."""
         link = self._links.get(peer)

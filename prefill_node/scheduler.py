@@ -62,6 +62,8 @@ from transfer.handshake import page_ids_problem
 class PrefillScheduler(Scheduler[PrefillReq]):
     """Scheduler subclass for `DisaggregationMode.PREFILL`."""
 
+    _WITHOUT_PAGES = (State.BOOTSTRAP, State.WAITING)
+
     def __init__(self, settings: SchedulerSettings, page_bytes: int) -> None:
         super().__init__(settings, PREFILL_EDGES)
         self.bootstrap_queue = self.queues[State.BOOTSTRAP]
@@ -276,7 +278,7 @@ class PrefillScheduler(Scheduler[PrefillReq]):
         num_pages = self.kv.pages_for(req.num_tokens)
         req.output_ids.append(sample.token_id)
         req.finished = req.stop_reason()
-        self._emit(req, sample.token_id, sample.logprob)
+        self._emit(req, sample.logprob)
         self._slots.take_back(req)
         self.inflight_queue.take(req)
         if req.finished is None:
@@ -342,6 +344,10 @@ class PrefillScheduler(Scheduler[PrefillReq]):
         self._retire(req, Tombstone(ending, frozenset(req.landed)))
 
     # ------------------------------------------------------------ ends
+
+    def _say_goodbye(self) -> None:
+        for peer in self.links.linked():
+            self._outbox.to_peer(peer, PeerBye())
 
     def _retractable(self) -> Iterable[PrefillReq]:
         return (*self.prefilling, *self.inflight_queue)

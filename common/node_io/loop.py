@@ -89,6 +89,10 @@ class IOLoop:
             except TimeoutError:
                 continue
 
+    def beat_now(self) -> None:
+        """The node's state has changed: routers and peers should not hear it a beat later."""
+        self._tick()
+
     def stop(self, goodbye: bool) -> None:
         self._goodbye = goodbye
         self._stopped.set()

@@ -23,7 +23,7 @@ from common.node_io.addresses import bind_host, bracketed
 from common.node_io.peer_link import AcceptedPeers
 from common.node_io.peer_side import Wiring
 from common.node_io.settings import CannotBind, Registration
-from common.node_io.sockets import MessageSocket
+from common.node_io.sockets import FLUSH_MS, MessageSocket
 from common.zmq_reading import Frames
 
 
@@ -91,10 +91,11 @@ class PeerServer:
     def linked(self) -> list[Incarnation]:
         return self._peers.linked()
 
-    def close(self, goodbye: bool) -> None:  # noqa: ARG002 - there is no such message
-        """Decode nodes learn of it from their routers, or from the silence."""
+    def close(self, goodbye: bool) -> None:
+        """The scheduler's `PeerBye`, which alone knows that all writes have ended, may still leave.
+        Without one decode nodes learn of it from their routers, or from the silence."""
         if self._socket is not None:
-            self._socket.close()
+            self._socket.close(FLUSH_MS if goodbye else 0)
 
     # ------------------------------------------------------------ from decode nodes
 

@@ -22,6 +22,7 @@ from common.messages import (
     Hello,
     Incarnation,
     PeerGone,
+    Peers,
     Ping,
     Refused,
     ToNode,
@@ -230,7 +231,7 @@ class RouterLinks:
         match body:
             case Welcome():
                 self._welcomed(connection, router)
-            case Generate() | Abort() | PeerGone():
+            case Generate() | Abort() | PeerGone() | Peers():
                 self._inbox.put(FromRouter(router, body))
             case Admin(id=admin_id, verb=verb):
                 self._desk.ask(verb, functools.partial(self._answer, router, admin_id))

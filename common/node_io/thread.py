@@ -48,6 +48,8 @@ class NodeIO:
         """Base URL of this node's HTTP, as others reach it; known after `start`."""
         self.side_channel = ""
         """tcp://host:port that decode nodes dial; empty on a node that dials."""
+        self.failed = False
+        """The thread has ended by itself: this node can neither hear nor speak any more."""
 
     # ------------------------------------------------------------ life
 
@@ -96,9 +98,9 @@ class NodeIO:
         """Interrupt `wait`; any thread may call this."""
         self._inbox.wake()
 
-    def ask_to_end(self) -> None:
+    def ask_to_end(self, *, at_once: bool = False) -> None:
         """Let the engine find a `Shutdown`; any thread or signal handler may call this."""
-        self._inbox.put(Shutdown())
+        self._inbox.put(Shutdown(at_once))
 
     def send(self, messages: Sequence[Outgoing | AdminDone]) -> None:
         """Hand messages over; never blocks. Order is kept on each link."""
@@ -119,10 +121,14 @@ class NodeIO:
     ) -> None:
         """A turn has ended: the newest stats, and what was measured since the last call.
 
-        Cheap: metrics and log lines are made by the I/O thread, at most a heartbeat later.
+        Cheap: metrics and log lines are made by the I/O thread, at most a heartbeat later. A new
+        state, or a new link, goes to the routers at once.
         `transferred` are (bytes, seconds) of finished writes.
         """
+        before = self._snapshot.stats
         self._snapshot.post(stats, Measured(samples, transferred, ends))
+        if (stats.state, stats.linked_peers) != (before.state, before.linked_peers):
+            self._call(self._io.beat_now)
 
     def _call(self, action: Callable[[], object]) -> None:
         if not self._started.is_set():
@@ -148,8 +154,9 @@ class NodeIO:
             asyncio.run(self._main())
         except BaseException as error:
             if self._started.is_set():
+                self.failed = True
                 log.critical("the I/O thread failed; this node ends", exc_info=True)
-                self._inbox.put(Shutdown())
+                self._inbox.put(Shutdown(at_once=True))
             else:
                 self._start_error = error
         finally:

@@ -8,13 +8,17 @@ from common.events import AdminDone, AdminRequest, Event, FromPeer, FromRouter, 
 from common.messages import (
     AbortRequests,
     Continue,
+    Drain,
     Failed,
     FailureKind,
     FlushCache,
+    NodeState,
     NodeStats,
     Pause,
+    PeerBye,
     PeerHello,
     Retracted,
+    Tokens,
 )
 from common.modes import PauseMode
 from common.plan import (
@@ -22,6 +26,7 @@ from common.plan import (
     BatchResult,
     PeerAdded,
     Sample,
+    ToPeerMsg,
     ToRouterMsg,
     TransferEvent,
     WriteDone,
@@ -68,6 +73,8 @@ class Recorder:
         self.did.append("wait")
 
     def publish(self, stats: NodeStats, **_: object) -> None:
+        if stats.state is not self.stats.state:
+            self.did.append(f"publish {stats.state}")
         self.stats = stats
 
 
@@ -98,7 +105,8 @@ def test_it_sleeps_when_paused_and_answers_after_what_the_verb_caused() -> None:
     recorder.did.clear()
     recorder.inbox.append(AdminRequest(7, Pause(PauseMode.RETRACT)))
     loop.turn()
-    assert recorder.did == ["Write", "send", "wait"]  # the chunk computed before the pause
+    assert recorder.did[:2] == ["Write", "send"]  # the chunk computed before the pause
+    assert recorder.did[-1] == "wait"
     recorder.facts.append(WriteDone(1, 0, 1, 0.1))
     retracted, done = recorder.sent[-2:]
     assert retracted == ToRouterMsg("r", Retracted(1))
@@ -137,7 +145,33 @@ def test_a_fact_that_cannot_be_handled_concerns_no_other() -> None:
     assert "run" in recorder.did
 
 
-def test_shutdown_ends_it() -> None:
+def test_asked_to_end_it_finishes_what_it_computes_first() -> None:
     loop, recorder, _ = make()
+    loop.turn()
     recorder.inbox.append(Shutdown())
+    turns = 0
+    while loop.turn():
+        turns += 1
+        if recorder.did[-1] == "wait":
+            recorder.facts += [WriteDone(1, chunk, 1, 0.1) for chunk in range(2)]
+        assert turns < 10
+    outputs = [m.body for m in recorder.sent if isinstance(m, ToRouterMsg)]
+    assert isinstance(outputs[-1], Tokens)
+    assert recorder.sent[-1] == ToPeerMsg("d", PeerBye())
+    assert recorder.stats.state is NodeState.DRAINING
+
+
+def test_asked_to_end_at_once_it_hands_over_and_ends() -> None:
+    loop, recorder, _ = make()
+    loop.turn()
+    recorder.inbox.append(Shutdown(at_once=True))
     assert not loop.turn()
+    assert recorder.sent[-1] == ToRouterMsg("r", Retracted(1))
+
+
+def test_the_state_is_published_before_anything_is_handed_over() -> None:
+    loop, recorder, _ = make()
+    recorder.inbox.append(AdminRequest(3, Drain()))
+    assert not loop.turn()
+    assert recorder.did[:2] == ["publish draining", "send"]
+    assert recorder.sent[-1] == AdminDone(3, True, "draining")

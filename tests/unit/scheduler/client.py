@@ -105,8 +105,14 @@ class ModelRouter:
             if not (client.decode_spoke and node == client.pair[0]):
                 self._replay(client)
 
+    def on_node_left(self, node: Incarnation) -> None:
+        """It said goodbye: what it said before that counts."""
+        for body in self.pending.pop(node, []):
+            self._on_message(node, body)
+        self.on_node_lost(node)
+
     def _dispatch(self, client: Client) -> None:
-        ready = [n for n in self.world.nodes if self.world.nodes[n].scheduler.paused is None]
+        ready = [n for n, node in self.world.nodes.items() if node.takes_work]
         prefills = [n for n in ready if n.startswith("p")]
         decodes = [n for n in ready if n.startswith("d")]
         if not prefills or not decodes:

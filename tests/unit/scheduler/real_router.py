@@ -116,6 +116,13 @@ class RealRouter:
             self._say(node, Goodbye())
         self.dispatcher.on_node_loss(node, loss, self.world.now)
 
+    def on_node_left(self, node: Incarnation) -> None:
+        """It said goodbye: what it said before that counts."""
+        for body in self.pending.pop(node, []):
+            self._on_message(node, body)
+        self._say(node, Goodbye())
+        self.dispatcher.on_node_loss(node, Loss.LEFT, self.world.now)
+
     def turn(self) -> None:
         now = self.world.now
         self._refresh()

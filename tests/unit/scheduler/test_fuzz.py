@@ -19,7 +19,7 @@ def disturb(world: World, chance: random.Random) -> None:
     names = list(world.nodes)
     name = chance.choice(names)
     node = world.nodes[name]
-    match chance.randrange(14):
+    match chance.randrange(15):
         case 0 | 1 | 2 | 3:
             prompt = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 40))]
             stop = (chance.randrange(VOCAB),) if chance.random() < 0.3 else ()
@@ -43,6 +43,9 @@ def disturb(world: World, chance: random.Random) -> None:
             node.frozen_until = world.now + chance.choice([0.5, 3.0, 9.0])
         case 12 if chance.random() < 0.5:
             world.break_router_link(name)
+        case 13 if chance.random() < 0.4 and not node.scheduler.leave.under_way:
+            node.scheduler.leave.begin(world.now)
+            _ = world.add_prefill() if name.startswith("p") else world.add_decode()
         case _:
             pass
 
@@ -77,13 +80,15 @@ def test_nothing_is_lost_or_leaked(seed: int, router: Router) -> None:
 def test_the_fuzz_reaches_what_it_is_for() -> None:
     """A fuzz that never retracts, strays or loses a peer would prove nothing."""
     seen: dict[str, int] = {}
-    replays = 0
+    replays = left = 0
     for seed in range(40):
         world = run(seed)
         replays += sum(client.replays for client in world.router.clients)
+        left += len(world.left)
         for node in world.nodes.values():
             for name, count in node.scheduler.counters.items():
                 seen[name] = seen.get(name, 0) + count
     assert replays > 50
+    assert left > 20
     for name in ("retractions", "peers_lost", "failed_writes", "failed_steps", "stale_messages"):
         assert seen.get(name, 0) > 5, (name, seen)

@@ -11,6 +11,7 @@ from common.lifecycle import IllegalTransition
 from common.messages import (
     FailureKind,
     Incarnation,
+    Retracted,
     Room,
     RoomFailed,
     TokenLogprob,
@@ -25,7 +26,7 @@ from prefill_node.scheduler import PrefillScheduler
 from router.dispatcher import Dispatcher
 from router.policies import Pair
 from router.requests import Job
-from tests.unit.scheduler import test_decode, test_prefill
+from tests.unit.scheduler import test_decode, test_drain, test_prefill
 from tests.unit.scheduler.real_router import RealRouter
 from tests.unit.scheduler.test_fuzz import run
 
@@ -105,11 +106,9 @@ def attempts_confused(patch: pytest.MonkeyPatch) -> None:
 def token_zero_not_repeated(patch: pytest.MonkeyPatch) -> None:
     original = Scheduler._emit
 
-    def planted(
-        self: Any, req: Any, token: int, logprob: TokenLogprob | None, *, repeat: bool = False
-    ) -> None:
+    def planted(self: Any, req: Any, logprob: TokenLogprob | None, *, repeat: bool = False) -> None:
         if not repeat:
-            original(self, req, token, logprob)
+            original(self, req, logprob)
 
     patch.setattr(Scheduler, "_emit", planted)
 
@@ -127,12 +126,10 @@ def early_destination_dropped(patch: pytest.MonkeyPatch) -> None:
 def token_emitted_twice(patch: pytest.MonkeyPatch) -> None:
     original = Scheduler._emit
 
-    def planted(
-        self: Any, req: Any, token: int, logprob: TokenLogprob | None, *, repeat: bool = False
-    ) -> None:
-        original(self, req, token, logprob, repeat=repeat)
+    def planted(self: Any, req: Any, logprob: TokenLogprob | None, *, repeat: bool = False) -> None:
+        original(self, req, logprob, repeat=repeat)
         if req.attempt > 1 and not repeat:
-            req.output_ids.append(token)
+            req.output_ids.append(req.output_ids[-1])
 
     patch.setattr(Scheduler, "_emit", planted)
 
@@ -158,9 +155,38 @@ def router_forgets_what_was_emitted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Dispatcher, "_start", planted)
 
 
+def node_ends_while_a_transfer_touches_it(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "is_empty", property(lambda self: not self.unfinished()))
+
+
+def drained_requests_are_dropped(patch: pytest.MonkeyPatch) -> None:
+    def planted(self: Any, req: Any) -> None:
+        answer = None if self.leave.under_way else Retracted(req.room)
+        self._stop(req, answer, FailureKind.REFUSED, "retracted")
+
+    patch.setattr(Scheduler, "_retract", planted)
+
+
+def goodbye_before_the_writes_have_ended(patch: pytest.MonkeyPatch) -> None:
+    original = PrefillScheduler._advance
+
+    def planted(self: PrefillScheduler) -> None:
+        original(self)
+        if self.leave.under_way:
+            self._say_goodbye()
+
+    patch.setattr(PrefillScheduler, "_advance", planted)
+
+
 @pytest.mark.parametrize(
     ("plant", "check"),
     [
+        (node_ends_while_a_transfer_touches_it, fuzz),
+        (
+            drained_requests_are_dropped,
+            test_drain.test_after_the_bound_it_hands_over_what_it_computes_and_waits_for_its_writes,
+        ),
+        (goodbye_before_the_writes_have_ended, fuzz),
         (running_batch_on_prefill, fuzz),
         (page_freed_while_posted, fuzz),
         (failed_while_a_sibling_is_posted, fuzz),

@@ -82,6 +82,7 @@ def settings(incarnation: str, num_pages: int, **overrides: Any) -> SchedulerSet
         "lease_s": LEASE_S,
         "longest_post_s": POST_S,
         "sync_s": 0.5,
+        "drain_s": 3.0,
     }
     return SchedulerSettings(**values | overrides)
 
@@ -102,6 +103,10 @@ class Node:
     leases: dict[Incarnation, float] = field(default_factory=dict)
     peers: set[Incarnation] = field(default_factory=set)
     """Prefill: what the transfer backend knows."""
+
+    @property
+    def takes_work(self) -> bool:
+        return self.scheduler.paused is None and not self.scheduler.leave.under_way
 
 
 class World:
@@ -127,6 +132,7 @@ class World:
         self.wire: list[tuple[Incarnation, Incarnation, Any]] = []
         self.writes: list[PostedWrite] = []
         self.born = 0
+        self.left: list[Incarnation] = []
         self.router = router(self)
         for _ in range(prefills):
             self.add_prefill()
@@ -160,11 +166,23 @@ class World:
 
     def kill(self, name: Incarnation) -> None:
         """kill -9: its queued messages and writes are gone; peers notice by silence."""
+        self._remove(name)
+        self.router.on_node_lost(name)
+
+    def _remove(self, name: Incarnation) -> None:
         del self.nodes[name]
         self.writes = [w for w in self.writes if w.source != name]
-        self.router.on_node_lost(name)
         for node in self.nodes.values():
             node.inbox.append(FromRouter(ROUTER, PeerGone(name)))
+
+    def _leave(self, name: Incarnation) -> None:
+        """A drained node ends: nothing of its own, and nothing into it, may be under way."""
+        touching = any(name in (w.source, w.write.peer) for w in self.writes)
+        if touching and self.nodes[name].scheduler.is_empty:
+            raise Violation(f"{name} ended while a write from it or into it is posted")
+        self.left.append(name)
+        self._remove(name)
+        self.router.on_node_left(name)
 
     def break_router_link(self, name: Incarnation) -> None:
         """Messages between the router and one node are lost; both sides notice."""
@@ -204,6 +222,9 @@ class World:
             self._transfer(name, node, command)
         for message in plan.messages:
             self._send(name, node, message)
+        if scheduler.leave.may_end(self.now, is_empty=scheduler.is_empty):
+            self._leave(name)
+            return
         if plan.batch is not None:
             if scheduler.paused is not None:
                 raise Violation("a paused node computes")
@@ -217,7 +238,7 @@ class World:
         scheduler.check_invariants()
 
     def settle(self, limit: int = 3000) -> None:
-        """Heal the world, run until every request has ended and every page is home."""
+        """Heal the world, run until requests have ended, pages are home, and who leaves is gone."""
         self.loss = self.repeat = 0.0
         for node in self.nodes.values():
             node.frozen_until = 0.0
@@ -232,6 +253,7 @@ class World:
         return all(
             node.scheduler.kv.num_free == node.scheduler.kv.num_pages
             and not node.scheduler.unfinished()
+            and not node.scheduler.leave.under_way
             for node in self.nodes.values()
         )
 
@@ -317,6 +339,8 @@ class World:
             if isinstance(body, PeerWelcome) and source in node.dialled:
                 node.welcomed.add(source)
             if isinstance(body, PeerRefused) and source not in node.dialled:
+                continue
+            if isinstance(body, PeerBye) and target.startswith("d") and source not in node.dialled:
                 continue
             node.facts.append(FromPeer(source, body))
 

@@ -1,0 +1,41 @@
+"""The prefill nodes that routers have announced: dialled before a request needs them. Pure."""
+
+from collections.abc import Callable, Sequence
+
+from common.messages import Incarnation, PeerNode
+from decode_node.peers import PrefillLinks
+
+
+class AnnouncedPeers:
+    """One list for each router; the newest replaces the one before."""
+
+    def __init__(self, links: PrefillLinks, every_s: float) -> None:
+        """`every_s`: between two looks at whether a link must be dialled again."""
+        self._links = links
+        self._every_s = every_s
+        self._lists: dict[Incarnation, dict[Incarnation, str]] = {}
+        self._departed: set[Incarnation] = set()
+        self._next_look = 0.0
+
+    def announce(self, router: Incarnation, nodes: Sequence[PeerNode]) -> None:
+        before = self._lists.get(router, {})
+        self._lists[router] = {node.incarnation: node.address for node in nodes}
+        self._departed = (self._departed | set(before)) - set(self._all())
+        self._next_look = 0.0
+
+    def forget(self, router: Incarnation) -> None:
+        """The router is gone. Its nodes are not: links to them stay for who comes after it."""
+        self._lists.pop(router, None)
+
+    def tend(self, now: float, is_needed: Callable[[Incarnation], bool]) -> None:
+        """Dial who is named; hang up on who no longer is, unless a room still needs the link."""
+        if now >= self._next_look:
+            self._next_look = now + self._every_s
+            for peer, address in self._all().items():
+                self._links.want(peer, address)
+        for peer in [p for p in self._departed if not is_needed(p)]:
+            self._departed.discard(peer)
+            self._links.remove(peer)
+
+    def _all(self) -> dict[Incarnation, str]:
+        return {peer: address for one in self._lists.values() for peer, address in one.items()}
