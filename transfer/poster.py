@@ -9,11 +9,11 @@ A peer's life here::
                   ▲                              │ commands that come meanwhile wait
                   └───────── they take effect ◀──┘ and start over with the forgotten peer
 
-The library's side of a peer (connection, descriptor lists, metadata) is dropped in one piece, and
-only when none of its writes is posted: a library may free what a running write still uses.
+The library's side of a peer (connection, descriptor lists, metadata) is let go in one piece, and
+only when none of its writes is posted: a library may free what a running write still uses. What
+becomes of it then is `transfer.kept_peers`' business.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -36,8 +36,7 @@ from common.plan import (
     WriteFailed,
 )
 from transfer.handshake import memory_problem, page_ids_problem
-
-log = logging.getLogger(__name__)
+from transfer.kept_peers import KeptPeers
 
 ASKED_PER_ROUND = 16
 """Posted writes asked after in one round, in turn: asking about one moves them all forward, and
@@ -93,6 +92,7 @@ class _Peer:
     lease_until: float | None = None
     num_posted: int = 0
     leaving: bool = False
+    broken: bool = False
     waiting: list[TransferCommand] = field(default_factory=list)
     """An `AddPeer` that came while `leaving`, and what followed; handled when it is forgotten."""
 
@@ -116,6 +116,7 @@ class Poster(Generic[Handle]):
         clock: Callable[[], float],
     ) -> None:
         self._agent = agent
+        self._known = KeptPeers(agent)
         self._num_pages = num_pages
         self._page_bytes = page_bytes
         self._clock = clock
@@ -176,7 +177,7 @@ class Poster(Generic[Handle]):
             problem = f"agent name {name!r} belongs to another peer"
         if problem is None:
             try:
-                self._agent.add_peer(command.memory)
+                self._known.add(command.memory)
             except Exception as error:  # whatever a foreign library says of foreign bytes
                 problem = describe(error)
         if problem is not None:
@@ -252,6 +253,7 @@ class Poster(Generic[Handle]):
     def _break(self, incarnation: Incarnation, peer: _Peer, error: str) -> None:
         if not peer.leaving:
             self._events.append(PeerFailed(incarnation, error))
+        peer.broken = True
         self._leave(incarnation, peer)
 
     def _leave(self, incarnation: Incarnation, peer: _Peer) -> None:
@@ -262,11 +264,7 @@ class Poster(Generic[Handle]):
         if peer.num_posted:
             return
         del self._peers[incarnation]
-        try:
-            self._agent.remove_peer(peer.memory)
-        except Exception as error:
-            # A leak in the library and nothing more: a peer's next incarnation has a new name.
-            log.warning("could not drop agent %s: %s", peer.memory.agent_name, describe(error))
+        self._known.leave(peer.memory, broken=peer.broken)
         for command in peer.waiting:
             self.handle(command)
 

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from common.messages import PeerMemory
@@ -302,3 +303,24 @@ def test_idle_connected_peers_use_next_to_nothing(start: Start) -> None:
     time.sleep(0.5)
     assert source.ask("cpu", 1.5) / 1.5 < 0.02
     assert target.ask("cpu", 1.5) / 1.5 < 0.02
+
+
+def test_links_that_come_and_go_leave_no_sockets_behind(start: Start) -> None:
+    """A stopped process loses its links, and finds the same peers when it wakes up."""
+    source, target = start("source", 1), start("target", 2)
+
+    def sockets() -> list[int]:
+        return [
+            len(psutil.Process(peer.process.pid).net_connections("inet"))
+            for peer in (source, target)
+        ]
+
+    counts = []
+    for room in range(6):
+        source.events.clear()
+        connect(source, target)
+        source.submit(write(room, target, range(1)))
+        until(lambda room=room: room in target.landed, source, target)
+        source.submit(RemovePeer(target.incarnation))
+        counts.append(sockets())
+    assert counts == counts[:1] * len(counts)

@@ -22,6 +22,7 @@ from common.plan import (
     WriteFailed,
 )
 from tests.unit.transfer.rig import write
+from transfer.kept_peers import KeptPeers
 from transfer.pacing import Pacing
 from transfer.poster import ASKED_PER_ROUND, Poster, WriteState
 from transfer.threaded import ThreadedTransfer
@@ -150,6 +151,49 @@ def test_a_refused_post_ends_the_write_and_the_link() -> None:
     assert agent.known == []
     poster.handle(AddPeer("p", MEMORY))
     assert poster.take_events() == [PeerFailed("p", why)]
+
+
+def test_an_unbroken_peer_that_left_is_found_again() -> None:
+    agent, poster = linked()
+    poster.handle(RemovePeer("p"))
+    poster.handle(write(1, "p"))
+    assert poster.take_events() == [WriteFailed(1, 0, "the peer is unknown")]
+    agent.refuses = True  # to load it a second time would fail
+    poster.handle(AddPeer("p", MEMORY))
+    assert poster.take_events() == [PeerAdded("p")]
+
+
+def test_a_new_lease_is_needed_after_every_return() -> None:
+    _, poster = linked()
+    poster.handle(RemovePeer("p"))
+    poster.handle(AddPeer("p", MEMORY))
+    poster.handle(write(1, "p"))
+    over = WriteFailed(1, 0, "the peer's lease is over")
+    assert poster.take_events() == [PeerAdded("p"), over]
+
+
+def test_a_broken_peer_is_loaded_anew() -> None:
+    agent, poster = linked()
+    poster.handle(write(1, "p"))
+    agent.states[1] = WriteState.BROKEN
+    look(poster)
+    assert agent.known == []
+    poster.handle(AddPeer("p", MEMORY))
+    assert agent.known == ["agent"]
+
+
+def test_what_is_kept_of_peers_that_left_is_bounded() -> None:
+    agent = ScriptedAgent()
+    peers = KeptPeers(agent, limit=2)
+    memories = [msgspec.structs.replace(MEMORY, agent_name=name) for name in "abcd"]
+    for memory in memories:
+        peers.add(memory)
+        peers.leave(memory, broken=False)
+    assert agent.known == ["c", "d"]
+    peers.add(memories[2])  # in use again, so it is not the next to go
+    peers.add(memories[0])
+    peers.leave(memories[0], broken=False)
+    assert agent.known == ["c", "d", "a"]
 
 
 def test_every_posted_write_gets_its_turn() -> None:
