@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -320,7 +321,7 @@ def test_links_that_come_and_go_leave_no_sockets_behind(start: Start) -> None:
         source.events.clear()
         connect(source, target)
         source.submit(write(room, target, range(1)))
-        until(lambda room=room: room in target.landed, source, target)
+        until(partial(target.landed.__contains__, room), source, target)
         source.submit(RemovePeer(target.incarnation))
         counts.append(sockets())
     assert counts == counts[:1] * len(counts)
