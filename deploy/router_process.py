@@ -10,9 +10,12 @@ from router.app import serve
 from router.config import RouterConfig
 from router.tokens import UnusableModelFolder
 
+ENDING = (signal.SIGTERM, signal.SIGINT)
+
 
 def run_router(config: RouterConfig) -> int:
-    """Serve until SIGTERM or SIGINT, then return 0.
+    """Serve until SIGTERM, SIGINT or `POST /drain`, then drain and return 0. A second signal ends
+    what is unfinished with an error, at once.
 
     Raises:
         StartupError: no usable tokenizer in the model's folder, or a port that is taken.
@@ -31,9 +34,16 @@ def run_router(config: RouterConfig) -> int:
 
 async def _until_signalled(config: RouterConfig) -> None:
     folder = await asyncio.to_thread(resolve_model, config.model)
-    serving = asyncio.create_task(serve(config, folder))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
+    loop, end = asyncio.get_running_loop(), asyncio.Event()
+    serving = asyncio.create_task(serve(config, folder, end=end))
+
+    def drain() -> None:
+        end.set()
+        for number in ENDING:
+            loop.add_signal_handler(number, serving.cancel)
+
+    for number in ENDING:
+        loop.add_signal_handler(number, drain)
     await asyncio.wait({serving})
     if not serving.cancelled():
         serving.result()

@@ -46,10 +46,12 @@ async def serve(
     model_path: Path,
     *,
     ready: Callable[[Listening], None] | None = None,
+    end: asyncio.Event | None = None,
 ) -> None:
-    """Run a router until this task is cancelled; `ready` is called once both sockets listen.
+    """Run a router until `end` is set, by who holds it or by `POST /drain`, and it has drained.
 
-    On cancellation every unfinished request is answered 503 and aborted on its nodes.
+    `ready` is called once both sockets listen. What is unfinished when the drain's time is over, or
+    when this task is cancelled, is answered 503 and aborted on its nodes.
 
     Raises:
         UnusableModelFolder: there is no usable tokenizer in `model_path`.
@@ -74,6 +76,7 @@ async def serve(
         metrics,
         heartbeat_s=config.heartbeat_s,
         admin_timeout_s=config.admin_timeout_s,
+        asked_to_end=end or asyncio.Event(),
     )
     preparer = Preparer(codec, info, registry, config, name, random)
     app = _application(config, service, preparer, metrics)
@@ -91,7 +94,9 @@ async def serve(
         log.info("HTTP on %s, nodes on %s", listening.http_url, listening.node_address)
         if ready is not None:
             ready(listening)
-        await asyncio.Event().wait()
+        await service.asked_to_end.wait()
+        service.drain()
+        await service.wait_until_empty(config.drain_s)
     finally:
         service.fail_all(unavailable("the router is shutting down", "shutting_down"))
         with suppress(asyncio.CancelledError):

@@ -23,7 +23,7 @@ _POSITIVE = (
     "health_timeout_s",
     "backoff_s",
 )
-_NOT_NEGATIVE = ("max_replays_after_death", "max_replays_after_fault", "max_logprobs")
+_NOT_NEGATIVE = ("drain_s", "max_replays_after_death", "max_replays_after_fault", "max_logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,8 @@ class RouterConfig:
     """Longest life of a request; the pause counts."""
     admin_timeout_s: float = 30.0
     """How long an administrative verb waits for the nodes' replies."""
+    drain_s: float = 30.0
+    """Asked to end, the router takes nothing new and lets requests finish for so long."""
     health_timeout_s: float = 20.0
     """How long /health_generate waits for its token."""
     max_replays_after_death: int = 2

@@ -34,6 +34,8 @@ from common.messages import (
     Introduction,
     NodeState,
     NodeStats,
+    PeerNode,
+    Peers,
     Ping,
     Refused,
     ToNode,
@@ -75,6 +77,8 @@ class Node:
     linked: bool = True
     pausing: int = 0
     """Pauses on their way to it."""
+    told: tuple[PeerNode, ...] = ()
+    """Decode: the prefill nodes it was last told of."""
     next_from: int = 2
     sent: int = 0
 
@@ -217,12 +221,16 @@ class NodeRegistry:
         )
 
     def rivals(self, source: Incarnation, hello: Hello) -> tuple[Node, ...]:
-        """Other incarnations with the name of a node that says Hello.
+        """Other incarnations with the name of a node that says Hello, but for those that leave.
 
         Before `receive`, make sure that they can still be reached: a restarted node meets its
         predecessor here, whose connection is gone, and that must not keep it out.
         """
-        return tuple(node for node in self.named(hello.name) if node.incarnation != source)
+        return tuple(
+            node
+            for node in self.named(hello.name)
+            if node.incarnation != source and node.state is not NodeState.DRAINING
+        )
 
     # ------------------------------------------------------------ what nodes do not say
 
@@ -266,6 +274,24 @@ class NodeRegistry:
     def refusal(self, to: Incarnation, refused: Refused) -> Envelope[ToNode]:
         return Envelope(self.me, to, 0, refused)
 
+    def announcements(self) -> list[tuple[Node, Peers]]:
+        """For each decode node whose prefill nodes have changed: all of them, to be dialled now.
+
+        Who leaves is not named any more: decode keeps that link only while a room needs it.
+        """
+        news = []
+        for decode in self.of_role(DisaggregationMode.DECODE):
+            peers = tuple(
+                PeerNode(prefill.incarnation, prefill.hello.side_channel)
+                for prefill in self.of_role(DisaggregationMode.PREFILL)
+                if prefill.state is not NodeState.DRAINING
+                and prefill.hello.fingerprint == decode.hello.fingerprint
+            )
+            if decode.linked and peers != decode.told:
+                decode.told = peers
+                news.append((decode, Peers(list(peers))))
+        return news
+
     # ------------------------------------------------------------ what nodes allow
 
     def max_model_len(self, otherwise: int) -> int:
@@ -294,6 +320,19 @@ class NodeRegistry:
         if self.capacity_tokens() is None:
             return "no prefill node fits a decode node: " + "; ".join(self.mismatches())
         return None
+
+    def unready(self) -> str | None:
+        """Why a request that came now could not be served; None if a pair could, also one that is
+        paused, and has shaken hands."""
+        missing = self.missing()
+        if missing is not None:
+            return missing
+        for decode in self.of_role(DisaggregationMode.DECODE):
+            for peer in decode.stats.linked_peers:
+                prefill = self.get(peer)
+                if decode.stays and prefill is not None and prefill.stays:
+                    return None
+        return "no decode node has shaken hands with a prefill node yet"
 
     def mismatches(self) -> list[str]:
         """In which fields prefill and decode nodes that cannot work together differ."""

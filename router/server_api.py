@@ -9,7 +9,7 @@ from aiohttp import web
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from common.messages import AbortRequests, AdminVerb, Continue, FlushCache, Pause
+from common.messages import AbortRequests, AdminVerb, Continue, Drain, FlushCache, Pause
 from common.modes import PauseMode
 from router.admin import NodeAnswer
 from router.errors import invalid, not_found
@@ -39,6 +39,8 @@ class ServerApi:
     def routes(self) -> list[web.RouteDef]:
         return [
             web.get("/health", self.health),
+            web.get("/health/live", self.live),
+            web.get("/health/ready", self.ready),
             web.get("/live", self.live),
             web.get("/metrics", self.metrics),
             web.get("/get_server_info", self.server_info),
@@ -49,6 +51,7 @@ class ServerApi:
             web.post("/abort_request", self.abort),
             web.post("/flush_cache", self.flush_cache),
             web.get("/flush_cache", self.flush_cache),
+            web.post("/drain", self.drain),
         ]
 
     # ------------------------------------------------------------ reading
@@ -64,6 +67,13 @@ class ServerApi:
         """200 as long as this process answers."""
         return json_response({"status": "ok"})
 
+    async def ready(self, _request: web.Request) -> web.Response:
+        """200 where a request can be served: a pair of nodes is there and has shaken hands."""
+        reason = self._service.unready()
+        if reason is not None:
+            return json_response({"status": "unavailable", "reason": reason}, 503)
+        return json_response({"status": "ok"})
+
     async def metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
@@ -77,6 +87,7 @@ class ServerApi:
                 "incarnation": registry.me,
                 "pid": os.getpid(),
                 "paused": paused.value if paused is not None else None,
+                "unready": self._service.unready(),
                 "max_model_len": self._preparer.max_model_len,
                 "requests": {state.value: dispatcher.count(state) for state in _UNFINISHED},
                 "mismatches": registry.mismatches(),
@@ -134,6 +145,14 @@ class ServerApi:
         verb = AbortRequests(rid or "")
         return await self._administer(body.node, verb, f"{count} of this router's choices aborted")
 
+    async def drain(self, request: web.Request) -> web.Response:
+        """A named node, or this router itself: take nothing new, finish what is there, and end."""
+        body = decode_body(_node, await read_body(request) or b"{}")
+        if body.node is not None:
+            return await self._administer(body.node, Drain(), f"{body.node} is draining")
+        self._service.drain()
+        return json_response({"status": "ok", "message": "the router is draining", "nodes": []})
+
     async def _administer(self, name: str | None, verb: AdminVerb, message: str) -> web.Response:
         """Have one node or all carry out a verb; 200 only if each did."""
         registry = self._service.registry
@@ -177,6 +196,7 @@ def _node_info(node: Node) -> dict[str, Any]:
         "max_running_requests": hello.max_running_requests,
         "weight_version": hello.weight_version,
         "counters": dict(stats.counters),
+        "linked_peers": list(stats.linked_peers),
     }
 
 

@@ -15,6 +15,7 @@ from common.messages import (
     AdminReply,
     AdminVerb,
     Continue,
+    Drain,
     Failed,
     FromNode,
     Goodbye,
@@ -36,7 +37,7 @@ from common.tally import Tally
 from router.admin import AdminDesk, NodeAnswer
 from router.dispatcher import Dispatcher
 from router.effects import Send
-from router.errors import ApiError
+from router.errors import ApiError, unavailable
 from router.link import NodeLink
 from router.metrics import RouterMetrics
 from router.nodes import Loss, Node, NodeRegistry
@@ -59,6 +60,7 @@ class RouterService:
         *,
         heartbeat_s: float,
         admin_timeout_s: float,
+        asked_to_end: asyncio.Event,
         keys: ClusterKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -74,6 +76,9 @@ class RouterService:
         self._clock = clock
         self._timer: asyncio.Task[None] | None = None
         self._closing: ApiError | None = None
+        self._emptied = asyncio.Event()
+        self.asked_to_end = asked_to_end
+        """Set once somebody wants this router to drain and end."""
 
     # ------------------------------------------------------------ life
 
@@ -117,6 +122,7 @@ class RouterService:
         paused = self.dispatcher.paused is not None
         for node in self.registry.all():
             self._send(Send(node.incarnation, Ping(now, paused)), now)
+        self._announce(now)
         self._settle(now)
 
     # ------------------------------------------------------------ requests
@@ -150,6 +156,27 @@ class RouterService:
         for job in jobs:
             self.dispatcher.cancel(job, now, outcome)
         self._settle(now)
+
+    def drain(self) -> None:
+        """Take nothing new from now on. Repeated calls change nothing."""
+        if self._closing is None:
+            log.info("draining: %d choices are unfinished", len(self.dispatcher))
+            self._closing = unavailable("the router is draining", "draining")
+            self.asked_to_end.set()
+            self._settle(self._clock())
+
+    async def wait_until_empty(self, timeout_s: float) -> bool:
+        """After `drain`: until every request has ended; False if some have not in time."""
+        try:
+            await asyncio.wait_for(self._emptied.wait(), timeout_s)
+        except TimeoutError:
+            log.warning("not drained: %d choices are unfinished", len(self.dispatcher))
+            return False
+        return True
+
+    def unready(self) -> str | None:
+        """Why this router cannot serve a request that comes now; None if it can."""
+        return self._closing.message if self._closing is not None else self.registry.unready()
 
     def fail_all(self, error: ApiError) -> None:
         """End everything with an error, and refuse what comes after: the router goes away."""
@@ -189,8 +216,10 @@ class RouterService:
         round_id, sends = self._desk.begin(nodes, verb)
         now = self._clock()
         pausing = isinstance(verb, Pause)
-        for node in nodes:  # what it retracts must not be given back to it before it replies
+        for node in nodes:  # what it gives back must not be given to it again before it replies
             node.pausing += pausing
+            if isinstance(verb, Drain):
+                node.note_state(NodeState.DRAINING)
         for send in sends:
             self._send(send, now)
         self._settle(now)
@@ -254,6 +283,7 @@ class RouterService:
                 self._on_admin_reply(source, body)
             case Hello():
                 self._log_join(source, body)
+                self._announce(now)
                 self.dispatcher.dispatch(now)
             case Heartbeat():
                 self.dispatcher.dispatch(now)
@@ -264,13 +294,13 @@ class RouterService:
         """A node's state is known with its reply, half a second before its heartbeat."""
         verb = self._desk.on_reply(source, reply)
         node = self.registry.get(source)
-        if node is None or verb is None or node.state is NodeState.DRAINING:
+        if node is None or verb is None:
             return
         match verb:
             case Pause():
-                node.state = NodeState.PAUSED
+                node.note_state(NodeState.PAUSED)
             case Continue():
-                node.state = NodeState.READY
+                node.note_state(NodeState.READY)
             case _:
                 pass
 
@@ -287,6 +317,12 @@ class RouterService:
         if self.registry.get(node) is None:
             for other in self.registry.all():
                 self._send(Send(other.incarnation, PeerGone(node)), now)
+            self._announce(now)
+
+    def _announce(self, now: float) -> None:
+        """Decode nodes shake hands before the first request; see `NodeRegistry.announcements`."""
+        for node, peers in self.registry.announcements():
+            self._send(Send(node.incarnation, peers), now)
 
     # ------------------------------------------------------------ effects
 
@@ -295,7 +331,7 @@ class RouterService:
         while True:
             effects = self.dispatcher.drain()
             if not effects:
-                return
+                break
             for send in effects.sends:
                 self._send(send, now)
             for delivery in effects.deliveries:
@@ -307,6 +343,8 @@ class RouterService:
             for job in effects.ended:
                 self.metrics.on_end(job)
                 log_end(job)
+        if self._closing is not None and not len(self.dispatcher):
+            self._emptied.set()
 
     def _send(self, send: Send, now: float) -> None:
         node = self.registry.get(send.node)

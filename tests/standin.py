@@ -21,6 +21,7 @@ from common.messages import (
     Admin,
     AdminReply,
     Continue,
+    Drain,
     Envelope,
     Fingerprint,
     FlushCache,
@@ -32,6 +33,7 @@ from common.messages import (
     NodeStats,
     Pause,
     PeerGone,
+    Peers,
     Ping,
     Retracted,
     StopReason,
@@ -93,6 +95,10 @@ class StandIn:
     received: list[object] = field(default_factory=list)
     rooms: dict[int, _Room] = field(default_factory=dict)
     paused: bool = False
+    draining: bool = False
+    shakes_hands: bool = True
+    """Whether it reports a link to each prefill node that the router announces."""
+    linked_peers: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.name = self.name or f"{self.role}-{next(_serial)}"
@@ -205,20 +211,28 @@ class StandIn:
                     self.rooms.pop(room, None)
                 case Admin(id=ticket, verb=verb):
                     await self._administer(ticket, verb)
-                case Ping() | PeerGone():
+                case Peers(nodes) if self.shakes_hands:
+                    self.linked_peers = [node.incarnation for node in nodes]
+                    await self._heartbeat()
+                case Ping() | PeerGone() | Peers():
                     pass
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self.heartbeat_s)
-            stats = NodeStats(
-                state=NodeState.PAUSED if self.paused else NodeState.READY,
-                running=len(self.rooms) if self.role is DisaggregationMode.DECODE else 0,
-                num_pages=self.num_pages,
-                free_pages=self.num_pages,
-            )
             if self.joined.is_set():
-                await self._send(Heartbeat(stats=stats, step_age_s=0.0))
+                await self._heartbeat()
+
+    async def _heartbeat(self) -> None:
+        state = NodeState.PAUSED if self.paused else NodeState.READY
+        stats = NodeStats(
+            state=NodeState.DRAINING if self.draining else state,
+            running=len(self.rooms) if self.role is DisaggregationMode.DECODE else 0,
+            num_pages=self.num_pages,
+            free_pages=self.num_pages,
+            linked_peers=self.linked_peers,
+        )
+        await self._send(Heartbeat(stats=stats, step_age_s=0.0))
 
     async def _administer(self, ticket: int, verb: object) -> None:
         match verb:
@@ -230,6 +244,8 @@ class StandIn:
                     await self._send(answer)
             case Continue():
                 self.paused = False
+            case Drain():
+                self.draining = True
             case AbortRequests(rid):
                 for room, state in tuple(self.rooms.items()):
                     if rid in ("", state.generate.rid):

@@ -13,6 +13,7 @@ from common.messages import (
     AbortRequests,
     AdminVerb,
     Continue,
+    Drain,
     Fingerprint,
     FlushCache,
     Incarnation,
@@ -72,6 +73,8 @@ class Views:
 
     problem: Callable[[], str | None]
     """Why this node is not healthy, or None."""
+    unready: Callable[[], str | None]
+    """Why no router should give it work, or None."""
     metrics: Callable[[], bytes]
     info: Callable[[], ServerInfo]
 
@@ -138,12 +141,15 @@ class NodeHTTP:
         self._admin_timeout_s = admin_timeout_s
         app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY_BYTES)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/health/live", self._live)
+        app.router.add_get("/health/ready", self._ready)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/server_info", self._server_info)
         app.router.add_post("/pause_generation", self._pause)
         app.router.add_post("/continue_generation", self._continue)
         app.router.add_post("/flush_cache", self._flush)
         app.router.add_post("/abort_request", self._abort)
+        app.router.add_post("/drain", self._drain)
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -167,10 +173,14 @@ class NodeHTTP:
     # ------------------------------------------------------------ looking
 
     async def _health(self, _: web.Request) -> web.Response:
-        problem = self._views.problem()
-        if problem is None:
-            return json_response({"status": "ok"})
-        return json_response({"status": "unavailable", "reason": problem}, 503)
+        return _status(self._views.problem())
+
+    async def _live(self, _: web.Request) -> web.Response:
+        """Whether this process answers, which it has then shown."""
+        return _status(None)
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        return _status(self._views.unready())
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=self._views.metrics(), headers={"Content-Type": CONTENT_TYPE})
@@ -198,6 +208,11 @@ class NodeHTTP:
             raise BadRequest("give either a rid or abort_all: true", "rid")
         return await self._carry_out(AbortRequests(body.rid))
 
+    async def _drain(self, request: web.Request) -> web.Response:
+        """Answered when it has begun; it ends with the process."""
+        await parse(request, NoBody)
+        return await self._carry_out(Drain())
+
     async def _carry_out(self, verb: AdminVerb) -> web.Response:
         try:
             done = await self._desk.carry_out(verb, self._admin_timeout_s)
@@ -206,6 +221,12 @@ class NodeHTTP:
         if not done.ok:
             return error_response(400, done.message or "refused")
         return json_response({"success": True, "message": done.message})
+
+
+def _status(problem: str | None) -> web.Response:
+    if problem is None:
+        return json_response({"status": "ok"})
+    return json_response({"status": "unavailable", "reason": problem}, 503)
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)

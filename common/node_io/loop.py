@@ -50,7 +50,7 @@ class IOLoop:
         self._desk = AdminDesk(inbox, self._tally)
         self._routers = RouterLinks(wiring, self._desk, snapshot)
         self._metrics = NodeMetrics(identity.role, identity.name)
-        views = Views(self._problem, self._render_metrics, self._server_info)
+        views = Views(self._problem, self._unready, self._render_metrics, self._server_info)
         self._http = NodeHTTP(
             views,
             self._desk,
@@ -159,6 +159,16 @@ class IOLoop:
         age = self._snapshot.step_age_s()
         if age > self._settings.stuck_engine_s:
             return f"the engine has not finished a turn for {age:.1f} s"
+        return None
+
+    def _unready(self) -> str | None:
+        problem = self._problem()
+        if problem is not None:
+            return problem
+        if self._snapshot.stats.state is NodeState.DRAINING:
+            return "draining: this node is leaving"
+        if not any(self._routers.linked().values()):
+            return "not joined: no router has welcomed this node"
         return None
 
     def _render_metrics(self) -> bytes:

@@ -38,8 +38,11 @@ class Cluster:
         listening: Listening,
         session: aiohttp.ClientSession,
         router: asyncio.Task[None],
+        end: asyncio.Event,
     ) -> None:
         self.router = router
+        self.end = end
+        """Setting it is a SIGTERM."""
         self.url = listening.http_url
         self.node_address = listening.node_address
         self.session = session
@@ -93,13 +96,14 @@ async def cluster(
         "heartbeat_s": 0.1, "backoff_s": 0.02, "node_wait_s": 1.0, "admin_timeout_s": 2.0,
     }  # fmt: skip
     config = RouterConfig(**(defaults | settings))
-    router = asyncio.create_task(serve(config, folder, ready=started.set_result))
+    end = asyncio.Event()
+    router = asyncio.create_task(serve(config, folder, ready=started.set_result, end=end))
     try:
         router.add_done_callback(lambda _: started.cancel())
         listening = await asyncio.wait_for(started, 10)
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(aiohttp.ClientSession())
-            made = Cluster(folder, listening, session, router)
+            made = Cluster(folder, listening, session, router, end)
             for i, letter in enumerate(nodes):
                 role = PREFILL if letter == "p" else DECODE
                 name = f"{letter}{i}"
