@@ -12,10 +12,12 @@ from uuid import uuid4
 from aiohttp import web
 
 from common.http_log import HTTPLog
+from router.admission import AdmissionLimits
 from router.config import RouterConfig
-from router.dispatcher import Dispatcher, Limits
+from router.dispatcher import Dispatcher
 from router.errors import unavailable
-from router.http import shield_errors
+from router.http import HttpLimits, shield_errors
+from router.limits import Limits
 from router.metrics import RouterMetrics
 from router.nodes import NodeRegistry
 from router.openai_api import OpenAIApi
@@ -125,20 +127,32 @@ def _application(
     app = web.Application(
         client_max_size=config.max_body_bytes, middlewares=[shield_errors(metrics)]
     )
-    app.add_routes(OpenAIApi(service, preparer, metrics).routes())
-    app.add_routes(SglangApi(service, preparer, metrics, config.health_timeout_s).routes())
+    limits = HttpLimits(
+        body_timeout_s=config.body_timeout_s,
+        max_unsent_bytes=config.max_unsent_bytes,
+        send_timeout_s=config.send_timeout_s,
+    )
+    sglang = SglangApi(service, preparer, metrics, limits, config.health_timeout_s)
+    app.add_routes(OpenAIApi(service, preparer, metrics, limits).routes())
+    app.add_routes(sglang.routes())
     app.add_routes(ServerApi(service, preparer, metrics).routes())
     return app
 
 
 def _limits(config: RouterConfig) -> Limits:
     return Limits(
-        max_requests=config.max_requests,
         node_wait_s=config.node_wait_s,
         request_timeout_s=config.request_timeout_s,
+        admission=AdmissionLimits(
+            max_requests=config.max_requests,
+            max_queue_s=config.max_queue_s,
+            max_queued_tokens=config.max_queued_tokens,
+            max_kv_oversubscription=config.max_kv_oversubscription,
+        ),
         replay=ReplayLimits(
             max_after_death=config.max_replays_after_death,
             max_after_fault=config.max_replays_after_fault,
+            max_after_refusal=config.max_replays_after_refusal,
             backoff_s=config.backoff_s,
         ),
     )

@@ -1,11 +1,58 @@
-"""How an attempt begins on two nodes, and what its tokens add to the output. Pure."""
+"""The attempts under way, how one begins on two nodes, what its tokens add to the output. Pure."""
 
 from dataclasses import dataclass
+from random import Random
 
 import msgspec
 
-from common.messages import Generate, TokenOutput
+from common.messages import Generate, Incarnation, Room, TokenOutput
 from router.requests import Attempt, Job, NewTokens
+
+
+class AttemptTable:
+    """Jobs by the room of their attempt."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self._jobs: dict[Room, Job] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
+    def begin(self, job: Job, prefill: Incarnation, decode: Incarnation) -> Attempt:
+        """Draw a room for an attempt on two nodes."""
+        room = 0
+        while room == 0 or room in self._jobs:
+            room = self._random.getrandbits(63)
+        self._jobs[room] = job
+        return Attempt(room, prefill, decode, base=len(job.output_ids))
+
+    def end(self, room: Room) -> None:
+        del self._jobs[room]
+
+    def find(self, node: Incarnation, room: Room) -> tuple[Job, Attempt] | None:
+        """The attempt that this node may speak of."""
+        job = self._jobs.get(room)
+        attempt = None if job is None else job.attempt
+        if job is None or attempt is None or node not in (attempt.prefill, attempt.decode):
+            return None
+        return job, attempt
+
+    def depending_on(self, node: Incarnation) -> list[Job]:
+        """Jobs whose attempts end with this node, oldest first."""
+        jobs = [
+            job
+            for job in self._jobs.values()
+            if job.attempt is not None
+            and node in (job.attempt.prefill, job.attempt.decode)
+            and not outlived(node, job.attempt)
+        ]
+        return sorted(jobs, key=lambda job: job.rank)
+
+
+def outlived(node: Incarnation, attempt: Attempt) -> bool:
+    """Whether the attempt does not need this node any more."""
+    return attempt.decode_spoke and node == attempt.prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +72,7 @@ def generate_pair(
         output_ids=list(job.output_ids),
         sampling=job.sampling,
         age_s=now - job.times.accepted,
+        priority=job.priority,
     )
     for_decode = msgspec.structs.replace(
         for_prefill, prefill_address=prefill_address, prefill_incarnation=attempt.prefill

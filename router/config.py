@@ -12,6 +12,12 @@ PolicyName = Literal["random", "round_robin", "least_loaded"]
 
 _POSITIVE = (
     "max_requests",
+    "max_queue_s",
+    "max_queued_tokens",
+    "max_kv_oversubscription",
+    "max_unsent_bytes",
+    "send_timeout_s",
+    "body_timeout_s",
     "max_n",
     "max_choices",
     "max_body_bytes",
@@ -23,7 +29,13 @@ _POSITIVE = (
     "health_timeout_s",
     "backoff_s",
 )
-_NOT_NEGATIVE = ("drain_s", "max_replays_after_death", "max_replays_after_fault", "max_logprobs")
+_NOT_NEGATIVE = (
+    "drain_s",
+    "max_replays_after_death",
+    "max_replays_after_fault",
+    "max_replays_after_refusal",
+    "max_logprobs",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +60,18 @@ class RouterConfig:
     """How a decode node is chosen."""
     max_requests: int = 4096
     """Unfinished choices held at once; more are answered 429."""
+    max_queue_s: float = 10.0
+    """Longest wait for prefill, by its present pace, that is still accepted; else 429."""
+    max_queued_tokens: int = 262_144
+    """Prompt tokens that may wait to be computed, for each prefill node; more are answered 429."""
+    max_kv_oversubscription: float = 32.0
+    """Tokens of KV that unfinished requests may want, as a multiple of what decode nodes hold."""
+    max_unsent_bytes: int = 1024 * 1024
+    """Output that may wait for a client that does not read its stream; then it is cut off."""
+    send_timeout_s: float = 60.0
+    """How long a client may leave its stream unread before it is cut off."""
+    body_timeout_s: float = 60.0
+    """How long a request's body may take to arrive; then 408."""
     max_n: int = 64
     """Largest `n` of a request."""
     max_choices: int = 1024
@@ -63,7 +87,7 @@ class RouterConfig:
     node_wait_s: float = 30.0
     """How long an accepted request waits for a node when none is left; then 503."""
     request_timeout_s: float = 3600.0
-    """Longest life of a request; the pause counts."""
+    """Longest life of a request, and what a longer `timeout_s` is cut to; the pause counts."""
     admin_timeout_s: float = 30.0
     """How long an administrative verb waits for the nodes' replies."""
     drain_s: float = 30.0
@@ -73,7 +97,9 @@ class RouterConfig:
     max_replays_after_death: int = 2
     """Replays of a request whose node died: a poisonous request kills a node each time."""
     max_replays_after_fault: int = 5
-    """Replays after a failed transfer, a lost message or a refusal."""
+    """Replays after a failed transfer or a lost message."""
+    max_replays_after_refusal: int = 20
+    """Replays after a node had no room for an accepted request; then 429."""
     backoff_s: float = 0.1
     """First wait before a replay after a fault; doubles each time, with jitter."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

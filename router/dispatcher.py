@@ -5,7 +5,8 @@
     on_aborted, on_node_loss, tick                ended jobs, counters
 
 Effects are collected and taken with `drain()`. Order of side effects in each call: the job's state
-is settled first, then the other half is told, then the listener hears, then the queue is served.
+is settled first, then the other half is told, then the listener hears, then the queue is served, if
+something was freed. Nodes get what they have room for (`placement`), the rest waits here.
 
 One mechanism recovers everything: an attempt that ends without finishing is followed by a new one,
 in a new room, with the tokens emitted so far. `_replay` alone decides whether, when and where.
@@ -13,7 +14,6 @@ in a new room, with the tokens emitted so far. `_replay` alone decides whether, 
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from random import Random
 
 from common.messages import (
@@ -25,14 +25,17 @@ from common.messages import (
     SamplingParams,
     TokenOutput,
 )
-from common.modes import DisaggregationMode, PauseMode
-from router.attempts import Gap, generate_pair, news_of
-from router.effects import Delivery, Effects, Send
-from router.errors import ApiError, invalid, timed_out, too_busy, unavailable
-from router.load import LoadBook
+from common.modes import PauseMode
+from router.admission import Backlog, Demand
+from router.attempts import AttemptTable, Gap, generate_pair, news_of, outlived
+from router.effects import Effects, Send
+from router.errors import ApiError, invalid, timed_out, unavailable
+from router.intake import Intake
+from router.limits import Limits
 from router.nodes import Loss, NodeRegistry
-from router.policies import Choose, Pair, pick_pair
-from router.replay import CAUSE_OF_FAILURE, CAUSE_OF_LOSS, GiveUp, ReplayLimits, blamed_for, judge
+from router.policies import Choose, Pair
+from router.protocol.terms import DEFAULT_TERMS, Terms, deadline
+from router.replay import CAUSE_OF_FAILURE, CAUSE_OF_LOSS, GiveUp, blamed_for, judge
 from router.requests import (
     Attempt,
     Job,
@@ -41,22 +44,12 @@ from router.requests import (
     JobState,
     Listener,
     NewTokens,
-    Output,
     ReplayCause,
     Timeline,
 )
 from router.stranded import StrandedWatch
-from router.waiting import WaitingRoom
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Bounds of the dispatcher; see `RouterConfig`."""
-
-    max_requests: int = 4096
-    node_wait_s: float = 30.0
-    request_timeout_s: float = 3600.0
-    replay: ReplayLimits = field(default_factory=ReplayLimits)
+TOO_LONG = "the request took longer than its time-out"
 
 
 class Dispatcher:
@@ -73,15 +66,17 @@ class Dispatcher:
     ) -> None:
         self._registry = registry
         self._limits = limits
-        self._choose_prefill = choose_prefill
-        self._choose_decode = choose_decode
         self._random = random
-        self._load = LoadBook()
+        self.intake = Intake(
+            registry, limits.admission, choose_prefill=choose_prefill, choose_decode=choose_decode
+        )
+        self._waiting, self._load = self.intake.waiting, self.intake.load
         self._jobs: dict[str, Job] = {}
-        self._rooms: dict[Room, Job] = {}
-        self._waiting = WaitingRoom()
+        self._attempts = AttemptTable(random)
         self._accepted = 0
         self._stranded = StrandedWatch(registry, limits.node_wait_s)
+        self._freed = False
+        """Whether nodes may have room since the queue was last served."""
         self._effects = Effects()
         self.paused: PauseMode | None = None
         """The whole cluster's pause; nothing is dispatched."""
@@ -100,17 +95,17 @@ class Dispatcher:
     def unfinished(self) -> tuple[Job, ...]:
         return tuple(self._jobs.values())
 
-    def check_room_for(self, count: int) -> None:
-        """Refuse `count` more jobs where there are too many, or where no node could take them.
+    def check_room_for(self, demand: Demand, priority: int = 0) -> None:
+        """Refuse a request where there is too much work, or where no node could ever take it.
 
         Raises:
             ApiError: 429 or 503.
         """
-        if len(self._jobs) + count > self._limits.max_requests:
-            raise too_busy(f"{len(self._jobs)} requests are unfinished; try again later")
-        missing = self._registry.missing()
-        if missing is not None:
-            raise unavailable(missing)
+        self.intake.check_room_for(demand, priority, len(self._jobs))
+
+    def backlog(self) -> Backlog:
+        """What a new request of priority 0 would meet."""
+        return self.intake.backlog(0, len(self._jobs))
 
     def submit(
         self,
@@ -120,18 +115,33 @@ class Dispatcher:
         sampling: SamplingParams,
         listener: Listener,
         now: float,
+        *,
+        terms: Terms = DEFAULT_TERMS,
+        arrived: float | None = None,
     ) -> Job:
-        """Accept one choice; `check_room_for` was asked before. It may be dispatched at once."""
+        """Accept one choice; `check_room_for` was asked before. It may be dispatched at once.
+
+        `arrived`: when its HTTP request came, if that was not now.
+        """
         rid = public_rid + suffix
         while rid in self._jobs:  # a client may use a name twice; nodes must not see it twice
             rid = f"{public_rid}{suffix}~{self._random.getrandbits(32):08x}"
         self._accepted += 1
-        deadline = now + self._limits.request_timeout_s
         job = Job(
-            rid, public_rid, self._accepted, prompt_ids, sampling, listener, deadline, Timeline(now)
+            rid=rid,
+            public_rid=public_rid,
+            rank=self._accepted,
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            listener=listener,
+            deadline=deadline(arrived or now, terms, self._limits.request_timeout_s),
+            times=Timeline(now),
+            priority=terms.priority,
         )
         self._jobs[rid] = job
         self._waiting.put(job)
+        if job.deadline <= now:
+            self._fail(job, timed_out(TOO_LONG), now)
         self.dispatch(now)
         return job
 
@@ -140,6 +150,7 @@ class Dispatcher:
         if job.state is not JobState.ENDED:
             self._abort_attempt(job)
             self._end(job, outcome, now)
+            self._serve(now)
 
     def abort(self, jobs: Iterable[Job], now: float, message: str) -> int:
         """End jobs on demand; their listeners are told. Returns how many."""
@@ -148,8 +159,9 @@ class Dispatcher:
             if job.state is not JobState.ENDED:
                 count += 1
                 self._abort_attempt(job)
-                self._deliver(job, JobAborted(message))
+                self._effects.tell(job, JobAborted(message))
                 self._end(job, "abort", now)
+        self._serve(now)
         return count
 
     def fail_all(self, error: ApiError, now: float) -> None:
@@ -194,16 +206,19 @@ class Dispatcher:
                 self._replay(job, ReplayCause.GAP, {node}, now, "tokens were lost")
             case NewTokens():
                 self._accept(job, attempt, news, output.finish is not None, now)
+        self._serve(now)
 
     def _accept(
         self, job: Job, attempt: Attempt, news: NewTokens, node_is_done: bool, now: float
     ) -> None:
         job.output_ids.extend(news.token_ids)
+        self._load.grew(attempt.room, job)
         if not attempt.first_token:
             attempt.first_token = True
-            self._load.computed(attempt.room)
+            self.intake.admission.note_prefilled(self._load.computed(attempt.room), now)
+            self._freed = True
         finish = news.finish or job.complete()
-        self._deliver_tokens(job, NewTokens(news.token_ids, news.logprobs, finish), now)
+        self._effects.tell_tokens(job, NewTokens(news.token_ids, news.logprobs, finish), now)
         if finish is None:
             return
         if not node_is_done:
@@ -213,61 +228,68 @@ class Dispatcher:
     def on_retracted(self, node: Incarnation, room: Room, now: float) -> None:
         """A node gave the room's KV up; the first report of a room counts."""
         found = self._attempt_of(node, room)
-        if found is None or self._outlived(node, found[1]):
+        if found is None or outlived(node, found[1]):
             return
         job, attempt = found
         self._abort_attempt(job, but=node)
         if node == attempt.decode:  # prefill still has the prefix; if it retracts, it is paused
             job.prefer = attempt.prefill
-        self._replay(job, ReplayCause.RETRACTED, {node}, now)
+        self._replay(job, ReplayCause.RETRACTED, {node}, now, "its KV was given up")
+        self._serve(now)
 
     def on_failed(self, node: Incarnation, failed: Failed, now: float) -> None:
         """A node cannot finish the room."""
         found = self._attempt_of(node, failed.room)
-        if found is None or self._outlived(node, found[1]):
+        if found is None or outlived(node, found[1]):
             return
         job, attempt = found
         self._abort_attempt(job, but=node)
         if failed.kind in (FailureKind.INVALID, FailureKind.TOO_LARGE):
             self._fail(job, invalid(failed.message, None, failed.kind.value), now)
-            return
-        blamed = blamed_for(failed.kind, node, attempt)
-        self._replay(job, CAUSE_OF_FAILURE[failed.kind], blamed, now, failed.message)
+        else:
+            blamed = blamed_for(failed.kind, node, attempt)
+            self._replay(job, CAUSE_OF_FAILURE[failed.kind], blamed, now, failed.message)
+        self._serve(now)
 
     def on_aborted(self, node: Incarnation, room: Room, now: float) -> None:
         """A node was told to abort the request, by its own HTTP or by another router."""
         found = self._attempt_of(node, room)
-        if found is None or self._outlived(node, found[1]):
+        if found is None or outlived(node, found[1]):
             return
         job, _ = found
         self._abort_attempt(job, but=node)
-        self._deliver(job, JobAborted("aborted by a node"))
+        self._effects.tell(job, JobAborted("aborted by a node"))
         self._end(job, "abort", now)
+        self._serve(now)
 
     def on_node_loss(self, node: Incarnation, loss: Loss, now: float) -> None:
         """All attempts on a node are over, except those that need it no more."""
-        affected = [
-            job
-            for job in self._rooms.values()
-            if job.attempt is not None
-            and node in (job.attempt.prefill, job.attempt.decode)
-            and not self._outlived(node, job.attempt)
-        ]
-        for job in sorted(affected, key=lambda job: job.rank):
+        for job in self._attempts.depending_on(node):
             # After a gap the node is alive and still holds the room; else nobody is there to tell.
             self._abort_attempt(job, but=None if loss is Loss.GAP else node)
             self._replay(job, CAUSE_OF_LOSS[loss], {node}, now, f"a node was lost ({loss})")
+        if self._registry.get(node) is None:
+            self._load.forget(node)
+        self._serve(now)
+
+    def on_heartbeat(self, node: Incarnation, now: float) -> None:
+        """The registry has a node's new numbers."""
+        heard = self._registry.get(node)
+        if heard is not None:
+            self._load.heard(heard)
+            self.dispatch(now)
 
     def tick(self, now: float) -> None:
         """Act on what has become due. Call a few times a second."""
         self._waiting.wake(now)
         for job in [job for job in self._jobs.values() if job.deadline <= now]:
             self._abort_attempt(job)
-            self._fail(job, timed_out("the request took too long"), now)
+            self._fail(job, timed_out(TOO_LONG), now)
         self.dispatch(now)
         for job in self._stranded.overdue(self._jobs.values(), now, idle=not self._waiting):
             why = self._registry.missing() or "no node that is left can hold the request"
-            self._fail(job, unavailable(why), now)
+            before = f"; before that: {job.last_fault}" if job.last_fault else ""
+            self._fail(job, unavailable(why + before), now)
 
     def drain(self) -> Effects:
         """Take the effects of all calls since the last time."""
@@ -277,43 +299,27 @@ class Dispatcher:
     # ------------------------------------------------------------ dispatch
 
     def dispatch(self, now: float) -> None:
-        """Give waiting jobs to nodes, replays first, each group in order of acceptance."""
-        if self.paused is not None or not self._waiting:
-            return
-        left: list[Job] = []
-        for job in self._waiting.take_ready():
-            prefills = self._load.candidates(self._registry.of_role(DisaggregationMode.PREFILL))
-            decodes = self._load.candidates(self._registry.of_role(DisaggregationMode.DECODE))
-            pair = pick_pair(
-                prefills,
-                decodes,
-                tokens=job.max_total_tokens,
-                avoid=job.avoid,
-                prefer=job.prefer,
-                choose_prefill=self._choose_prefill,
-                choose_decode=self._choose_decode,
-            )
-            if pair is not None:
+        """Give waiting jobs to nodes that have room: replays first, then by priority and age."""
+        self._freed = False
+        if self.paused is None:
+            for job, pair in self.intake.startable():
                 self._start(job, pair, now)
-                continue
-            left.append(job)
-            if not prefills or not decodes:
-                break
-        for job in left:
-            self._waiting.put(job)
+        running = self.paused is None and bool(self._attempts)
+        self.intake.note_work(running=running, now=now)
+
+    def _serve(self, now: float) -> None:
+        """Dispatch where something was freed since the last time."""
+        if self._freed:
+            self.dispatch(now)
 
     def _start(self, job: Job, pair: Pair, now: float) -> None:
-        room = 0
-        while room == 0 or room in self._rooms:
-            room = self._random.getrandbits(63)
         job.move(JobState.DISPATCHED)
         job.attempts += 1
         job.stranded_since = None
         job.prefer = None
-        job.attempt = Attempt(room, pair.prefill, pair.decode, base=len(job.output_ids))
+        job.attempt = self._attempts.begin(job, pair.prefill, pair.decode)
         job.times.dispatched = job.times.dispatched or now
-        self._rooms[room] = job
-        self._load.add(room, job, job.attempt)
+        self._load.add(job.attempt.room, job, job.attempt)
         prefill = self._registry.get(pair.prefill)
         assert prefill is not None
         for_prefill, for_decode = generate_pair(job, job.attempt, prefill.hello.side_channel, now)
@@ -333,9 +339,10 @@ class Dispatcher:
 
     def _forget_attempt(self, job: Job) -> None:
         if job.attempt is not None:
-            del self._rooms[job.attempt.room]
+            self._attempts.end(job.attempt.room)
             self._load.remove(job.attempt.room)
             job.attempt = None
+            self._freed = True
 
     def _replay(
         self, job: Job, cause: ReplayCause, blamed: set[Incarnation], now: float, why: str = ""
@@ -344,6 +351,7 @@ class Dispatcher:
 
         There is always something left to generate: `_accept` ends a job whose output is complete.
         """
+        job.last_fault = why
         verdict = judge(job, cause, why, self._limits.replay, self._random)
         if isinstance(verdict, GiveUp):
             self._fail(job, verdict.error, now)
@@ -357,17 +365,20 @@ class Dispatcher:
             return
         job.move(JobState.QUEUED)
         self._waiting.put(job)
-        self.dispatch(now)
 
     def _fail(self, job: Job, error: ApiError, now: float) -> None:
-        self._deliver(job, JobFailed(error))
+        self._effects.tell(job, JobFailed(error))
         self._end(job, f"error_{error.status}", now)
 
     def _end(self, job: Job, outcome: str, now: float) -> None:
+        if job.attempts:
+            self.intake.admission.note_end(job.held_tokens, now)
         self._forget_attempt(job)
+        self._waiting.discard(job)
         job.move(JobState.ENDED)
         job.outcome = outcome
         job.times.ended = now
+        self._waiting.sweep()
         del self._jobs[job.rid]
         self._effects.ended.append(job)
 
@@ -375,25 +386,7 @@ class Dispatcher:
 
     def _attempt_of(self, node: Incarnation, room: Room) -> tuple[Job, Attempt] | None:
         """The live attempt that this node speaks of, or None (stale, and counted)."""
-        job = self._rooms.get(room)
-        attempt = None if job is None else job.attempt
-        if job is None or attempt is None or node not in (attempt.prefill, attempt.decode):
+        found = self._attempts.find(node, room)
+        if found is None:
             self.counters["stale_rooms"] += 1
-            return None
-        return job, attempt
-
-    @staticmethod
-    def _outlived(node: Incarnation, attempt: Attempt) -> bool:
-        """Whether the attempt does not need this node any more."""
-        return attempt.decode_spoke and node == attempt.prefill
-
-    def _deliver(self, job: Job, output: Output) -> None:
-        self._effects.deliveries.append(Delivery(job, output))
-
-    def _deliver_tokens(self, job: Job, output: NewTokens, now: float) -> None:
-        times = job.times
-        before = times.accepted if times.last_token is None else times.last_token
-        delivery = Delivery(job, output, now - before, first=times.first_token is None)
-        self._effects.deliveries.append(delivery)
-        times.first_token = now if times.first_token is None else times.first_token
-        times.last_token = now
+        return found

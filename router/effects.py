@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from common.messages import Incarnation, ToNode
-from router.requests import Job, Output
+from router.requests import Job, NewTokens, Output
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,16 @@ class Effects:
     sends: list[Send] = field(default_factory=list)
     deliveries: list[Delivery] = field(default_factory=list)
     ended: list[Job] = field(default_factory=list)
+
+    def tell(self, job: Job, output: Output) -> None:
+        """Something for the job's listener."""
+        self.deliveries.append(Delivery(job, output))
+
+    def tell_tokens(self, job: Job, output: NewTokens, now: float) -> None:
+        """New tokens, with the time that the client waited for them."""
+        first = job.times.first_token is None
+        waited_s = job.times.note_tokens(now)
+        self.deliveries.append(Delivery(job, output, waited_s, first=first))
 
     def __bool__(self) -> bool:
         return bool(self.sends or self.deliveries or self.ended)

@@ -5,28 +5,43 @@ once, so that what one step produced leaves in one write.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from router.arrivals import Arrival
 from router.detokenizer import Decoder
 from router.prepare import Prepared
+from router.protocol.terms import Terms
 from router.requests import Job, JobAborted, JobFailed, NewTokens, Output
 from router.service import RouterService
 from router.text_stream import Delta, Finish, TextStream, TokenRecord
+
+TOKEN_BYTES = 256
+"""What a token becomes in a stream, about."""
+LOGPROB_BYTES = 96
+"""What each reported logprob adds, about."""
+
+OnUnsent = Callable[[int], None]
+"""Hears how many bytes, about, have piled up since the reader looked last."""
 
 
 class _Mailbox:
     """Outputs of all choices since the reader looked last."""
 
-    def __init__(self, *, eager: bool) -> None:
+    def __init__(self, on_unsent: OnUnsent | None, *, eager: bool) -> None:
         self._eager = eager
+        self._on_unsent = on_unsent
+        self._unsent_bytes = 0
         self._items: list[tuple[int, Output]] = []
         self._wake = asyncio.Event()
 
     def put(self, choice: int, output: Output) -> None:
         self._items.append((choice, output))
+        if self._on_unsent is not None and isinstance(output, NewTokens):
+            self._unsent_bytes += _stream_bytes(output)
+            self._on_unsent(self._unsent_bytes)
         if self._eager or not isinstance(output, NewTokens) or output.finish is not None:
             self._wake.set()
 
@@ -34,7 +49,13 @@ class _Mailbox:
         await self._wake.wait()
         self._wake.clear()
         items, self._items = self._items, []
+        self._unsent_bytes = 0
         return items
+
+
+def _stream_bytes(output: NewTokens) -> int:
+    logprobs = sum(1 + len(logprob.top) for logprob in output.logprobs or ())
+    return TOKEN_BYTES * len(output.token_ids) + LOGPROB_BYTES * logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +89,30 @@ class ChoiceResult:
 class Generation:
     """Use as a context: whatever is unfinished when it is left is aborted on the nodes.
 
+    `on_unsent` is given where the answer is streamed.
+
     Raises:
         ApiError: on entering, when the router takes no more work; from `deltas`, when a choice
             cannot be finished.
     """
 
     def __init__(
-        self, service: RouterService, codec: Decoder, rid: str, prepared: Prepared, *, stream: bool
+        self,
+        service: RouterService,
+        codec: Decoder,
+        arrival: Arrival,
+        prepared: Prepared,
+        terms: Terms,
+        *,
+        on_unsent: OnUnsent | None = None,
     ) -> None:
-        self.rid = rid
         self.prepared = prepared
+        self._arrival = arrival
+        self._terms = terms
         self._service = service
         self._jobs: list[Job] = []
-        eager = stream or any(choice.text.stops for choice in prepared.choices)
-        self._mailbox = _Mailbox(eager=eager)
+        stops = any(choice.text.stops for choice in prepared.choices)
+        self._mailbox = _Mailbox(on_unsent, eager=stops or on_unsent is not None)
         self._texts = [
             TextStream(i, codec, choice.text) for i, choice in enumerate(prepared.choices)
         ]
@@ -89,7 +120,7 @@ class Generation:
     def __enter__(self) -> Self:
         listeners = [_ChoiceListener(self._mailbox, i) for i in range(len(self._texts))]
         choices = [(choice.prompt_ids, choice.sampling) for choice in self.prepared.choices]
-        self._jobs = self._service.submit(self.rid, choices, listeners)
+        self._jobs = self._service.submit(self._arrival, self._terms, choices, listeners)
         return self
 
     def __exit__(
@@ -99,6 +130,10 @@ class Generation:
         trace: TracebackType | None,
     ) -> None:
         self._service.cancel(self._jobs)
+
+    def cancel(self, outcome: str) -> None:
+        """End what is unfinished, for a reason other than the client's leaving."""
+        self._service.cancel(self._jobs, outcome)
 
     # ------------------------------------------------------------ usage
 

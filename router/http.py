@@ -1,7 +1,9 @@
 """What all HTTP handlers share: bodies in and out, errors in one shape, request ids, counting."""
 
+import asyncio
 import logging
 import re
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -48,9 +50,27 @@ def request_id(request: web.Request, given: str | None = None) -> str:
     return name
 
 
-async def read_body(request: web.Request) -> bytes:
-    """The whole body; aiohttp refuses what is over the limit."""
-    return await request.read()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpLimits:
+    """Patience with clients; see `RouterConfig`."""
+
+    body_timeout_s: float
+    max_unsent_bytes: int
+    send_timeout_s: float
+
+
+async def read_body(request: web.Request, timeout_s: float | None = None) -> bytes:
+    """The whole body; aiohttp refuses what is over the limit.
+
+    Raises:
+        ApiError: 408 when it does not come in time.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await request.read()
+    except TimeoutError:
+        message = f"the body did not come within {timeout_s:g} s"
+        raise ApiError(408, message, code="body_timeout") from None
 
 
 def shield_errors(metrics: RouterMetrics) -> Middleware:

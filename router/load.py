@@ -1,6 +1,10 @@
-"""How busy each node is: what this router has on it, and what it said itself. Pure."""
+"""How busy each node is: what this router has on it, and what it said itself. Pure.
 
-from collections import Counter
+What a node reports beyond this router's own share is others' work (other routers', or rooms that
+are being let go). It is compared when the heartbeat comes in, with the book as it is then: both
+speak of the same moment, so a report half a second old does not hide that a node has become idle.
+"""
+
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -9,64 +13,171 @@ from router.nodes import Node
 from router.policies import Candidate
 from router.requests import Attempt, Job
 
+LOOK_AHEAD_TOKENS = 1024
+"""Prompt tokens a prefill node may have waiting at least: two steps of the default chunk."""
+LOOK_AHEAD_S = 0.5
+"""A faster prefill node may have this many seconds of work waiting."""
+LOOK_AHEAD_REQUESTS = 2
+"""So many prompts it may always have, however long: one computes, the next is bound to decode."""
+BUSY_TOKENS = 512
+"""With less than this to compute a prefill node's pace says nothing about what it could do."""
 
-@dataclass(frozen=True, slots=True)
+_QUEUES = ("bootstrap", "waiting", "prefilling", "prealloc", "transfer", "running")
+"""Of prefill and decode nodes: those in which a request still has something to get there."""
+
+
+@dataclass(slots=True)
 class _Share:
     """What one attempt means to its two nodes, in tokens."""
 
     prefill: Incarnation
     decode: Incarnation
-    prompt_tokens: int
-    held_tokens: int
+    to_compute: int
+    known: int
+    held: int
+
+
+@dataclass(slots=True)
+class _Tally:
+    """One node: this router's share, and what others have there."""
+
+    requests: int = 0
+    tokens: int = 0
+    """Prefill: to be computed. Decode: of KV that exists or is on its way."""
+    held: int = 0
+    """Decode: with the room to grow."""
+    others_requests: int = 0
+    others_tokens: int = 0
+
+    @property
+    def all_requests(self) -> int:
+        return self.requests + self.others_requests
+
+    @property
+    def all_tokens(self) -> int:
+        return self.tokens + self.others_tokens
+
+
+def decode_slots(max_running_requests: int) -> int:
+    """Attempts a decode node may have: those that run, and those whose KV is made meanwhile.
+
+    Half as many again keep the batch full when many requests end together; fewer cost throughput
+    in the virtual cluster (`tests/unit/scheduler/test_dispatch_pace.py`).
+    """
+    return max_running_requests + max(2, max_running_requests // 2)
 
 
 class LoadBook:
-    """Load per node, in tokens: prefill by what it has to compute, decode by what it holds.
-
-    A node's heartbeat also counts other routers' work, but is up to a beat old; our own book is
-    exact for our own. The larger of the two is taken.
-    """
+    """Load per node: prefill by what it has to compute, decode by what it holds."""
 
     def __init__(self) -> None:
         self._shares: dict[Room, _Share] = {}
         self._computing: set[Room] = set()
-        self._tokens: Counter[Incarnation] = Counter()
+        self._tallies: dict[Incarnation, _Tally] = {}
+        self.held_tokens = 0
+        """Tokens of KV that this router's attempts want on decode nodes."""
+
+    # ------------------------------------------------------------ this router's attempts
 
     def add(self, room: Room, job: Job, attempt: Attempt) -> None:
         """An attempt begins."""
-        known = len(job.prompt_ids) + len(job.output_ids)
-        share = _Share(attempt.prefill, attempt.decode, known, job.max_total_tokens)
+        known = job.known_tokens
+        share = _Share(attempt.prefill, attempt.decode, known, known, job.held_tokens)
         self._shares[room] = share
         self._computing.add(room)
-        self._tokens[share.prefill] += share.prompt_tokens
-        self._tokens[share.decode] += share.held_tokens
+        prefill, decode = self._tally(share.prefill), self._tally(share.decode)
+        prefill.requests += 1
+        prefill.tokens += share.to_compute
+        decode.requests += 1
+        decode.tokens += share.known
+        decode.held += share.held
+        self.held_tokens += share.held
 
-    def computed(self, room: Room) -> None:
-        """The prompt is done: the prefill node has nothing more to compute for it."""
-        if room in self._computing:
-            self._computing.remove(room)
-            self._take(self._shares[room].prefill, self._shares[room].prompt_tokens)
+    def computed(self, room: Room) -> int:
+        """The prompt is done; returns its tokens, 0 if that was known."""
+        if room not in self._computing:
+            return 0
+        self._computing.remove(room)
+        share = self._shares[room]
+        tally = self._tally(share.prefill)
+        tally.requests -= 1
+        tally.tokens -= share.to_compute
+        return share.to_compute
+
+    def grew(self, room: Room, job: Job) -> None:
+        """The attempt has more tokens now."""
+        share = self._shares[room]
+        tally = self._tally(share.decode)
+        more = job.held_tokens - share.held
+        tally.tokens += job.known_tokens - share.known
+        tally.held += more
+        self.held_tokens += more
+        share.known, share.held = job.known_tokens, job.held_tokens
 
     def remove(self, room: Room) -> None:
         """The attempt is over."""
         self.computed(room)
         share = self._shares.pop(room)
-        self._take(share.decode, share.held_tokens)
+        tally = self._tally(share.decode)
+        tally.requests -= 1
+        tally.tokens -= share.known
+        tally.held -= share.held
+        self.held_tokens -= share.held
 
-    def candidates(self, nodes: Iterable[Node]) -> list[Candidate]:
-        """The nodes that take work, with their loads."""
-        return [
-            Candidate(
-                node.incarnation,
-                node.hello.fingerprint,
-                node.capacity_tokens,
-                float(max(self._tokens[node.incarnation], node.stats.queued_tokens)),
-            )
-            for node in nodes
-            if node.takes_work
-        ]
+    # ------------------------------------------------------------ what nodes say
 
-    def _take(self, node: Incarnation, tokens: int) -> None:
-        self._tokens[node] -= tokens
-        if not self._tokens[node]:
-            del self._tokens[node]
+    def heard(self, node: Node) -> None:
+        """A heartbeat came: whatever it counts beyond our share is others'."""
+        tally = self._tally(node.incarnation)
+        requests = sum(node.stats.queues.get(queue, 0) for queue in _QUEUES)
+        tally.others_requests = max(0, requests - tally.requests)
+        tally.others_tokens = max(0, node.stats.queued_tokens - tally.tokens)
+
+    def forget(self, incarnation: Incarnation) -> None:
+        """The node is gone; its attempts were removed."""
+        self._tallies.pop(incarnation, None)
+
+    # ------------------------------------------------------------ what to make of it
+
+    def tokens_to_prefill(self, prefills: Iterable[Node]) -> int:
+        """Prompt tokens that these nodes still have to compute, for whomever."""
+        return sum(self._tally(node.incarnation).all_tokens for node in prefills)
+
+    def prefill_candidates(self, nodes: Iterable[Node], tokens_per_s: float) -> list[Candidate]:
+        """The prefill nodes that take work. `tokens_per_s`: the pace of one."""
+        ahead = max(LOOK_AHEAD_TOKENS, int(LOOK_AHEAD_S * tokens_per_s))
+        candidates = []
+        for node in nodes:
+            if node.takes_work:
+                tally = self._tally(node.incarnation)
+                is_open = tally.all_requests < LOOK_AHEAD_REQUESTS or tally.all_tokens < ahead
+                room = node.capacity_tokens if is_open else 0
+                candidates.append(_candidate(node, tally.all_tokens, room))
+        return candidates
+
+    def decode_candidates(self, nodes: Iterable[Node]) -> list[Candidate]:
+        """The decode nodes that take work."""
+        candidates = []
+        for node in nodes:
+            if node.takes_work:
+                tally = self._tally(node.incarnation)
+                held = tally.held + tally.others_tokens
+                candidates.append(_candidate(node, held, self._decode_room(node, tally)))
+        return candidates
+
+    @staticmethod
+    def _decode_room(node: Node, tally: _Tally) -> int:
+        """Tokens of KV that a new attempt may want there now. An empty node takes anything."""
+        if not tally.all_requests:
+            return node.capacity_tokens
+        if tally.all_requests >= decode_slots(node.hello.max_running_requests):
+            return 0
+        return max(0, node.usable_tokens - tally.held - tally.others_tokens)
+
+    def _tally(self, incarnation: Incarnation) -> _Tally:
+        return self._tallies.setdefault(incarnation, _Tally())
+
+
+def _candidate(node: Node, load: int, room: int) -> Candidate:
+    fingerprint = node.hello.fingerprint
+    return Candidate(node.incarnation, fingerprint, node.capacity_tokens, float(load), room)

@@ -100,6 +100,12 @@ class Node:
         """Tokens that the node's whole page pool holds."""
         return self.hello.num_pages * self.hello.fingerprint.page_size
 
+    @property
+    def usable_tokens(self) -> int:
+        """Tokens that its pages hold which are not in quarantine."""
+        pages = self.hello.num_pages - self.stats.quarantined_pages
+        return pages * self.hello.fingerprint.page_size
+
     def note_state(self, state: NodeState) -> None:
         """Who drains never works again: an older word that is still on its way changes nothing."""
         if self.state is not NodeState.DRAINING:
@@ -311,6 +317,11 @@ class NodeRegistry:
             ),
             default=None,
         )
+
+    def decode_tokens(self) -> int:
+        """Tokens of KV that all decode nodes hold together, paused or not."""
+        decodes = self.of_role(DisaggregationMode.DECODE)
+        return sum(node.capacity_tokens for node in decodes if node.stays)
 
     def missing(self) -> str | None:
         """Why no pair of nodes can work, also after a pause; None if one can."""

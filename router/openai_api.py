@@ -6,9 +6,10 @@ from collections.abc import Callable
 import msgspec
 from aiohttp import web
 
+from router.arrivals import Arrival
 from router.errors import ApiError, invalid
 from router.generation import Generation
-from router.http import json_response, read_body, request_id
+from router.http import HttpLimits, json_response, read_body, request_id
 from router.metrics import RouterMetrics
 from router.prepare import Prepared, Preparer
 from router.protocol.body import decode_body
@@ -21,6 +22,7 @@ from router.protocol.requests import (
     TokenizeRequest,
 )
 from router.protocol.responses import Bodies, ChatBodies, CompletionBodies, Head, usage
+from router.protocol.terms import Terms
 from router.service import RouterService
 from router.sse import SseStream
 from router.text_stream import TokenRecord
@@ -34,9 +36,16 @@ _detokenize = msgspec.json.Decoder(DetokenizeRequest)
 class OpenAIApi:
     """Handlers; registered by `routes`."""
 
-    def __init__(self, service: RouterService, preparer: Preparer, metrics: RouterMetrics) -> None:
+    def __init__(
+        self,
+        service: RouterService,
+        preparer: Preparer,
+        metrics: RouterMetrics,
+        limits: HttpLimits,
+    ) -> None:
         self._service = service
         self._preparer = preparer
+        self._limits = limits
         self._codec = preparer.codec
         self._metrics = metrics
         self._started = int(time.time())
@@ -55,25 +64,33 @@ class OpenAIApi:
     # ------------------------------------------------------------ generation
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = decode_body(_completion, await read_body(request))
-        prepared = await self._preparer.completion(body)
-        rid = request_id(request)
+        with self._service.arrivals.open() as arrival:
+            self._service.check_arrival(arrival)
+            body = decode_body(_completion, await read_body(request, self._limits.body_timeout_s))
+            arrival.rid = rid = request_id(request)
+            terms = body.terms()
+            self._service.check_arrival(arrival, terms)
+            prepared = await self._preparer.completion(body)
 
-        def bodies() -> Bodies:
-            head = self._head(f"cmpl-{rid}")
-            return CompletionBodies(head, self._codec, prepared.prompt_texts, prepared.n)
+            def bodies() -> Bodies:
+                head = self._head(f"cmpl-{rid}")
+                return CompletionBodies(head, self._codec, prepared.prompt_texts, prepared.n)
 
-        return await self._answer(request, body, rid, prepared, bodies)
+            return await self._answer(request, body, arrival, terms, prepared, bodies)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        body = decode_body(_chat, await read_body(request))
-        prepared = await self._preparer.chat(body)
-        rid = request_id(request)
+        with self._service.arrivals.open() as arrival:
+            self._service.check_arrival(arrival)
+            body = decode_body(_chat, await read_body(request, self._limits.body_timeout_s))
+            arrival.rid = rid = request_id(request)
+            terms = body.terms()
+            self._service.check_arrival(arrival, terms)
+            prepared = await self._preparer.chat(body)
 
-        def bodies() -> Bodies:
-            return ChatBodies(self._head(f"chatcmpl-{rid}"), self._codec)
+            def bodies() -> Bodies:
+                return ChatBodies(self._head(f"chatcmpl-{rid}"), self._codec)
 
-        return await self._answer(request, body, rid, prepared, bodies)
+            return await self._answer(request, body, arrival, terms, prepared, bodies)
 
     def _head(self, answer_id: str) -> Head:
         name = self._preparer.served_model_name
@@ -83,19 +100,23 @@ class OpenAIApi:
         self,
         request: web.Request,
         body: OpenAIRequest,
-        rid: str,
+        arrival: Arrival,
+        terms: Terms,
         prepared: Prepared,
         make_bodies: Callable[[], Bodies],
     ) -> web.StreamResponse:
         stream = bool(body.stream)
         if body.stream_options is not None and not stream:
             raise invalid("stream_options needs stream", "stream_options")
-        headers = {"X-Request-Id": rid}
+        headers = {"X-Request-Id": arrival.rid}
         bodies = make_bodies()
-        with Generation(self._service, self._codec, rid, prepared, stream=stream) as generation:
-            if stream:
+        sse = SseStream(request, self._limits, headers) if stream else None
+        on_unsent = None if sse is None else sse.on_unsent
+        with Generation(
+            self._service, self._codec, arrival, prepared, terms, on_unsent=on_unsent
+        ) as generation:
+            if sse is not None:
                 with self._metrics.open_streams.track_inprogress():
-                    sse = SseStream(request, headers)
                     options = body.stream_options or StreamOptions()
                     return await _stream(sse, generation, bodies, options)
             results = await generation.collect()
@@ -181,11 +202,12 @@ async def _stream(
                     chunk["usage"] = usage(generation)
                 chunks.append(chunk)
             await sse.send(chunks)
+        last = []
+        if options.include_usage:
+            last.append({**bodies.head.body(bodies.chunk_kind, []), "usage": usage(generation)})
+        return await sse.end(last)
     except ApiError as error:
         if not sse.begun:
             raise
+        generation.cancel(error.body()["error"]["code"])
         return await sse.fail(error)
-    last = []
-    if options.include_usage:
-        last.append({**bodies.head.body(bodies.chunk_kind, []), "usage": usage(generation)})
-    return await sse.end(last)

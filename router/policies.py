@@ -1,7 +1,8 @@
 """Which prefill and which decode node get an attempt: pure functions over a snapshot.
 
 Only pairs with equal fingerprints are ever chosen, since pages of one must fit the other. Nodes on
-which this request already failed are chosen only when nothing else is left.
+which this request already failed are chosen only when nothing else is left. A node without room is
+not chosen now: the request waits for it at the router, where priority and cancellation reach it.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -21,12 +22,21 @@ class Candidate:
     capacity_tokens: int
     load: float
     """What waits or runs there, in one unit for all candidates of a role; smaller is better."""
+    room: int
+    """Tokens of KV that a new attempt may want there now; 0 when it has enough to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
     prefill: Incarnation
     decode: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Nodes could take it, but not now; `nodes` are those without room that it waits for."""
+
+    nodes: frozenset[Incarnation]
 
 
 Choose = Callable[[Sequence[Candidate]], Candidate]
@@ -77,28 +87,38 @@ def pick_pair(
     decodes: Sequence[Candidate],
     *,
     tokens: int,
+    wants: int,
     avoid: Set[Incarnation],
     prefer: Incarnation | None,
     choose_prefill: Choose,
     choose_decode: Choose,
-) -> Pair | None:
-    """Choose the two nodes of an attempt that may need `tokens` tokens of KV on each.
+) -> Pair | Full | None:
+    """Choose the two nodes of an attempt that may need `tokens` tokens of KV, and `wants` now.
 
-    `prefer` is a prefill node that still has this request's prefix. None: nobody can take it now.
+    `prefer` is a prefill node that still has this request's prefix. None: nobody can ever take it.
     """
     fitting = [c for c in decodes if c.capacity_tokens >= tokens]
     partners: Mapping[Fingerprint, list[Candidate]] = _by_fingerprint(fitting)
     able = [c for c in prefills if c.capacity_tokens >= tokens and c.fingerprint in partners]
     if not able:
         return None
-    preferred = [c for c in able if c.incarnation == prefer and c.incarnation not in avoid]
-    prefill = choose_prefill(preferred or _without(able, avoid))
-    decode = choose_decode(_without(partners[prefill.fingerprint], avoid))
+    able = _without(able, avoid)
+    groups = {c.fingerprint for c in able}
+    fitting = [c for group in groups for c in _without(partners[group], avoid)]
+    open_decodes = [c for c in fitting if c.room >= wants]
+    open_groups = _by_fingerprint(open_decodes)
+    open_prefills = [c for c in able if c.room > 0 and c.fingerprint in open_groups]
+    if not open_prefills:
+        waits_for = [c for c in able if c.room <= 0] if open_decodes else fitting
+        return Full(frozenset(c.incarnation for c in waits_for))
+    preferred = [c for c in open_prefills if c.incarnation == prefer]
+    prefill = choose_prefill(preferred or open_prefills)
+    decode = choose_decode(open_groups[prefill.fingerprint])
     return Pair(prefill.incarnation, decode.incarnation)
 
 
-def _without(candidates: Sequence[Candidate], avoid: Set[Incarnation]) -> Sequence[Candidate]:
-    return [c for c in candidates if c.incarnation not in avoid] or candidates
+def _without(candidates: Sequence[Candidate], avoid: Set[Incarnation]) -> list[Candidate]:
+    return [c for c in candidates if c.incarnation not in avoid] or list(candidates)
 
 
 def _by_fingerprint(candidates: Sequence[Candidate]) -> dict[Fingerprint, list[Candidate]]:

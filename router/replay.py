@@ -1,8 +1,9 @@
 """Whether an attempt that failed is followed by another, and when. Pure.
 
 Retraction and a node's goodbye are nobody's fault: replayed at once, without bound. A node's death
-or a raising forward pass may be the request's own doing, so it gets few more tries. Anything else
-(a lost message, a failed transfer, a refusal) is tried again after a growing wait.
+or a raising forward pass may be the request's own doing, so it gets few more tries, after a death
+the first one at once. Anything else (a lost message, a failed transfer) is tried again after a
+growing wait, most often where a node merely had no room. What is given up ends with its reason.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from random import Random
 from common.messages import FailureKind, Incarnation
 from router.errors import ApiError, internal, too_busy
 from router.nodes import Loss
-from router.requests import Attempt, Job, ReplayCause
+from router.requests import Attempt, Job, ReplayBound, ReplayCause
 
 CAUSE_OF_LOSS = {
     Loss.SILENT: ReplayCause.DEATH,
@@ -40,6 +41,7 @@ class ReplayLimits:
 
     max_after_death: int = 2
     max_after_fault: int = 5
+    max_after_refusal: int = 20
     backoff_s: float = 0.1
 
 
@@ -59,21 +61,29 @@ def judge(
     job: Job, cause: ReplayCause, why: str, limits: ReplayLimits, random: Random
 ) -> ReplayAfter | GiveUp:
     """Decide on a job whose attempt just ended for `cause`; `why` is for the client."""
-    if cause.is_free:
-        return ReplayAfter(0.0)
-    tried = job.replays_of(deaths=cause.may_kill)
-    if tried >= (limits.max_after_death if cause.may_kill else limits.max_after_fault):
-        return GiveUp(_exhausted(cause, why))
-    if cause is ReplayCause.DEATH:
+    match cause.bound:
+        case ReplayBound.NONE:
+            return ReplayAfter(0.0)
+        case ReplayBound.DEATHS:
+            most = limits.max_after_death
+        case ReplayBound.FAULTS:
+            most = limits.max_after_fault
+        case ReplayBound.REFUSALS:
+            most = limits.max_after_refusal
+    tried = job.replays_like(cause)
+    if tried >= most:
+        return GiveUp(_exhausted(cause, why, tried + 1))
+    if cause is ReplayCause.DEATH and not tried:
         return ReplayAfter(0.0)
     wait_s = min(MAX_BACKOFF_S, limits.backoff_s * 2 ** min(tried, 16))
     return ReplayAfter(wait_s * random.uniform(0.5, 1.0))
 
 
-def _exhausted(cause: ReplayCause, why: str) -> ApiError:
+def _exhausted(cause: ReplayCause, why: str, failures: int) -> ApiError:
     if cause is ReplayCause.REFUSED:
-        return too_busy(f"no node takes the request now: {why}")
-    return internal(f"gave up after several attempts: {why or cause.value}", cause.value)
+        return too_busy(f"no node takes the request now: {why}", int(MAX_BACKOFF_S))
+    attempts = "one attempt" if failures == 1 else f"{failures} attempts"
+    return internal(f"gave up after {attempts}: {why or cause.value}", cause.value)
 
 
 def blamed_for(kind: FailureKind, node: Incarnation, attempt: Attempt) -> set[Incarnation]:

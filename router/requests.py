@@ -17,11 +17,19 @@ after it. Aborts, deadlines and pauses reach a job in every state but ENDED.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from typing import Protocol
 
 from common.messages import Incarnation, Room, SamplingParams, StopReason, TokenLogprob
 from router.errors import ApiError
+
+HEADROOM_TOKENS = 128
+"""Room to grow that a request is counted with on its decode node: decode's own reserve."""
+
+
+def held_tokens(known: int, left: int) -> int:
+    """Tokens of KV that a request with `left` tokens to generate is counted with."""
+    return known + min(left, HEADROOM_TOKENS)
 
 
 class JobState(StrEnum):
@@ -64,14 +72,29 @@ class ReplayCause(StrEnum):
     REFUSED = "refused"
 
     @property
-    def is_free(self) -> bool:
-        """Whether nothing went wrong: not counted, replayed at once."""
-        return self in (ReplayCause.RETRACTED, ReplayCause.LEFT)
+    def bound(self) -> "ReplayBound":
+        """What it counts against."""
+        match self:
+            case ReplayCause.RETRACTED | ReplayCause.LEFT:
+                return ReplayBound.NONE
+            case ReplayCause.DEATH | ReplayCause.ENGINE:
+                return ReplayBound.DEATHS
+            case ReplayCause.REFUSED:
+                return ReplayBound.REFUSALS
+            case _:
+                return ReplayBound.FAULTS
 
-    @property
-    def may_kill(self) -> bool:
-        """Whether the request itself may be what broke the node."""
-        return self in (ReplayCause.DEATH, ReplayCause.ENGINE)
+
+class ReplayBound(Enum):
+    """How often a request may be replayed for causes of one kind."""
+
+    NONE = auto()
+    """Nothing went wrong: not counted, replayed at once."""
+    DEATHS = auto()
+    """The request itself may be what broke the node: few tries."""
+    REFUSALS = auto()
+    """A node had no room: many tries."""
+    FAULTS = auto()
 
 
 # ---------------------------------------------------------------- what a listener hears
@@ -137,6 +160,13 @@ class Timeline:
     last_token: float | None = None
     ended: float | None = None
 
+    def note_tokens(self, now: float) -> float:
+        """Tokens came; returns the wait since those before, or since acceptance."""
+        before = self.accepted if self.last_token is None else self.last_token
+        self.first_token = now if self.first_token is None else self.first_token
+        self.last_token = now
+        return now - before
+
 
 @dataclass(slots=True, eq=False)
 class Job:
@@ -153,6 +183,8 @@ class Job:
     listener: Listener
     deadline: float
     times: Timeline
+    priority: int = 0
+    """Lower values come first."""
     state: JobState = JobState.QUEUED
     output_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0
@@ -165,6 +197,8 @@ class Job:
     """The prefill node that has its prefix."""
     stranded_since: float | None = None
     """Since when no node could ever take it."""
+    last_fault: str = ""
+    """Why its last attempt ended; for the client, should it be the last."""
     outcome: str = ""
     """How it ended; empty until then."""
 
@@ -183,17 +217,23 @@ class Job:
         return len(self.prompt_ids) + self.sampling.max_tokens
 
     @property
-    def queue_key(self) -> tuple[int, int]:
-        """Replays before new work, each in order of acceptance."""
-        return (0 if self.attempts else 1, self.rank)
+    def known_tokens(self) -> int:
+        """Tokens whose KV the next attempt has to compute."""
+        return len(self.prompt_ids) + len(self.output_ids)
 
-    def replays_of(self, *, deaths: bool) -> int:
-        """Counted replays: those that may be the request's own fault, or the others."""
-        return sum(
-            count
-            for cause, count in self.replays.items()
-            if not cause.is_free and cause.may_kill is deaths
-        )
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of KV it is counted with: those known and some room to grow."""
+        return held_tokens(self.known_tokens, self.sampling.max_tokens - len(self.output_ids))
+
+    @property
+    def queue_key(self) -> tuple[int, int, int]:
+        """Replays before new work, then by priority, then by acceptance."""
+        return (0 if self.attempts else 1, self.priority, self.rank)
+
+    def replays_like(self, cause: ReplayCause) -> int:
+        """Replays that count against the same bound as `cause`."""
+        return sum(count for known, count in self.replays.items() if known.bound is cause.bound)
 
     def complete(self) -> StopReason | None:
         """Whether what was emitted already is the whole output, and why."""

@@ -227,7 +227,26 @@ class _ServiceCollector(Collector):
             for node in registry.all()
         ]
         yield gauge_family("nodes", "Linked nodes.", ["role", "name", "state"], nodes)
+        yield from self._overload()
         replays = {cause.value: count for cause, count in dispatcher.replays.items()}
         yield counter_family("replays", "Attempts followed by another.", "cause", replays)
         events = {**dispatcher.counters, **self._service.counters}
         yield counter_family("events", "Dropped frames, stale rooms and the like.", "kind", events)
+
+    def _overload(self) -> Iterator[Metric]:
+        dispatcher = self._service.dispatcher
+        admission, backlog = dispatcher.intake.admission, dispatcher.backlog()
+        refused = {reason.value: count for reason, count in admission.refused.items()}
+        yield counter_family("refused", "Requests refused at admission.", "reason", refused)
+        yield _gauge("queued_tokens", "Prompt tokens not computed yet.", backlog.queued_tokens)
+        yield _gauge("kv_wanted_tokens", "KV of all unfinished choices.", backlog.held_tokens)
+        arriving = len(self._service.arrivals)
+        yield _gauge("arriving", "Requests being read and tokenised.", arriving)
+        text = "Prompt tokens computed per second when there is enough to do; 0 if unknown."
+        yield _gauge("prefill_tokens_per_second", text, admission.prefill_tokens_per_s or 0.0)
+        wait_s = admission.wait_s(backlog.tokens_ahead) or 0.0
+        yield _gauge("estimated_wait_seconds", "For a new request; 0 if unknown.", wait_s)
+
+
+def _gauge(name: str, help_text: str, value: float) -> Metric:
+    return gauge_family(name, help_text, [], [([], float(value))])

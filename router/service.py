@@ -35,18 +35,22 @@ from common.messages import (
 )
 from common.tally import Tally
 from router.admin import AdminDesk, NodeAnswer
+from router.admission import Demand
+from router.arrivals import Arrival, Arrivals
 from router.dispatcher import Dispatcher
 from router.effects import Send
 from router.errors import ApiError, unavailable
 from router.link import NodeLink
 from router.metrics import RouterMetrics
 from router.nodes import Loss, Node, NodeRegistry
+from router.protocol.terms import Terms
 from router.request_log import log_end
 from router.requests import Job, Listener, NewTokens
 
 log = logging.getLogger("router")
 
 TICK_S = 0.1
+ON_DEMAND = "aborted on demand"
 
 
 class RouterService:
@@ -69,6 +73,7 @@ class RouterService:
         self.metrics = metrics
         self._tally = Tally(log)
         self.counters = self._tally.counts
+        self.arrivals = Arrivals(clock)
         self._desk = AdminDesk()
         self._link = NodeLink(self._on_message, self._tally, keys)
         self._heartbeat_s = heartbeat_s
@@ -100,8 +105,9 @@ class RouterService:
         while True:
             await asyncio.sleep(TICK_S)
             now = self._clock()
-            if now - last > 10 * TICK_S:  # we were stopped, not the nodes
-                self.registry.forgive_silence(now - last)
+            late_s = now - last - TICK_S
+            if late_s > TICK_S:  # we were stopped or busy, not the nodes
+                self.registry.forgive_silence(late_s)
             last = now
             try:
                 self._tick(now)
@@ -127,9 +133,26 @@ class RouterService:
 
     # ------------------------------------------------------------ requests
 
+    def check_arrival(self, arrival: Arrival, terms: Terms | None = None) -> None:
+        """Refuse a request before work is put into it: by number, and by wait once `terms` say
+        its place in the queue.
+
+        Raises:
+            ApiError: 429 or 503.
+        """
+        if self._closing is not None:
+            raise self._closing
+        if arrival.exempt:
+            return
+        others = len(self.dispatcher) + len(self.arrivals) - 1
+        self.dispatcher.intake.admission.check_count(others)
+        if terms is not None:
+            self.dispatcher.check_room_for(Demand(), terms.priority)
+
     def submit(
         self,
-        rid: str,
+        arrival: Arrival,
+        terms: Terms,
         choices: Sequence[tuple[list[int], SamplingParams]],
         listeners: Sequence[Listener],
     ) -> list[Job]:
@@ -140,13 +163,26 @@ class RouterService:
         """
         if self._closing is not None:
             raise self._closing
-        self.dispatcher.check_room_for(len(choices))
+        if not arrival.exempt:
+            self.dispatcher.check_room_for(Demand.of(choices), terms.priority)
+        self.arrivals.accepted(arrival)
         now = self._clock()
         several = len(choices) > 1
         jobs = [
-            self.dispatcher.submit(rid, f"-{i}" if several else "", prompt, sampling, listener, now)
+            self.dispatcher.submit(
+                arrival.rid,
+                f"-{i}" if several else "",
+                prompt,
+                sampling,
+                listener,
+                now,
+                terms=terms,
+                arrived=arrival.at,
+            )
             for i, ((prompt, sampling), listener) in enumerate(zip(choices, listeners, strict=True))
         ]
+        if arrival.aborted:
+            self.dispatcher.abort(jobs, now, ON_DEMAND)
         self._settle(now)
         return jobs
 
@@ -197,7 +233,7 @@ class RouterService:
         """Abort this router's requests by the client's name for them; None means all."""
         now = self._clock()
         jobs = [j for j in self.dispatcher.unfinished() if rid in (None, j.public_rid, j.rid)]
-        count = self.dispatcher.abort(jobs, now, "aborted on demand")
+        count = self.dispatcher.abort(jobs, now, ON_DEMAND) + self.arrivals.abort(rid)
         self._settle(now)
         return count
 
@@ -286,7 +322,7 @@ class RouterService:
                 self._announce(now)
                 self.dispatcher.dispatch(now)
             case Heartbeat():
-                self.dispatcher.dispatch(now)
+                self.dispatcher.on_heartbeat(source, now)
             case Goodbye():
                 pass  # the registry has made a loss of it
 

@@ -6,17 +6,21 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from router.arrivals import Arrival
 from router.errors import ApiError, invalid, unavailable
 from router.generation import ChoiceResult, Generation
-from router.http import json_response, read_body, request_id
+from router.http import HttpLimits, json_response, read_body, request_id
 from router.metrics import RouterMetrics
 from router.prepare import Prepared, Preparer
 from router.protocol.body import decode_body
 from router.protocol.requests import GenerateRequest, SglangSampling
 from router.protocol.sglang import GenerateBodies
+from router.protocol.terms import MAX_PRIORITY, Terms
 from router.service import RouterService
 from router.sse import SseStream
 
+PROBE = Terms(priority=-MAX_PRIORITY)
+"""A health check asks whether the path works, not how long the queue is."""
 _generate = msgspec.json.Decoder(GenerateRequest)
 
 
@@ -28,12 +32,14 @@ class SglangApi:
         service: RouterService,
         preparer: Preparer,
         metrics: RouterMetrics,
+        limits: HttpLimits,
         health_timeout_s: float,
     ) -> None:
         self._service = service
         self._preparer = preparer
         self._codec = preparer.codec
         self._metrics = metrics
+        self._limits = limits
         self._health_timeout_s = health_timeout_s
 
     def routes(self) -> list[web.RouteDef]:
@@ -44,23 +50,39 @@ class SglangApi:
         ]
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        body = decode_body(_generate, await read_body(request))
-        prepared = await self._preparer.generate(body)
-        rid = request_id(request, body.rid if isinstance(body.rid, str) else None)
-        rids = _rids(rid, body.rid, prepared)
+        with self._service.arrivals.open() as arrival:
+            self._service.check_arrival(arrival)
+            body = decode_body(_generate, await read_body(request, self._limits.body_timeout_s))
+            arrival.rid = request_id(request, body.rid if isinstance(body.rid, str) else None)
+            terms = body.terms(higher_first=True)  # as SGLang has it
+            self._service.check_arrival(arrival, terms)
+            prepared = await self._preparer.generate(body)
+            return await self._answer(request, body, arrival, terms, prepared)
+
+    async def _answer(
+        self,
+        request: web.Request,
+        body: GenerateRequest,
+        arrival: Arrival,
+        terms: Terms,
+        prepared: Prepared,
+    ) -> web.StreamResponse:
+        rids = _rids(arrival.rid, body.rid, prepared)
         bodies = GenerateBodies(
             self._codec,
             logprobs=bool(body.return_logprob),
             top=bool(body.top_logprobs_num),
             logprob_texts=bool(body.return_text_in_logprobs),
         )
-        stream = bool(body.stream)
         single = _is_single(body, prepared)
-        headers = {"X-Request-Id": rid}
-        with Generation(self._service, self._codec, rid, prepared, stream=stream) as generation:
-            if stream:
+        headers = {"X-Request-Id": arrival.rid}
+        sse = SseStream(request, self._limits, headers) if body.stream else None
+        on_unsent = None if sse is None else sse.on_unsent
+        with Generation(
+            self._service, self._codec, arrival, prepared, terms, on_unsent=on_unsent
+        ) as generation:
+            if sse is not None:
                 with self._metrics.open_streams.track_inprogress():
-                    sse = SseStream(request, headers)
                     return await _stream(sse, generation, bodies, rids, single=single)
             results = await generation.collect()
             answers = [
@@ -74,8 +96,11 @@ class SglangApi:
         wish = SglangSampling(max_new_tokens=1, temperature=0.0, ignore_eos=True)
         body = GenerateRequest(input_ids=[0], sampling_params=wish)
         prepared = await self._preparer.generate(body)
-        rid = f"health-{request_id(request)}"
-        with Generation(self._service, self._codec, rid, prepared, stream=False) as generation:
+        with (
+            self._service.arrivals.open(exempt=True) as arrival,
+            Generation(self._service, self._codec, arrival, prepared, PROBE) as generation,
+        ):
+            arrival.rid = f"health-{request_id(request)}"
             try:
                 async with asyncio.timeout(self._health_timeout_s):
                     await generation.collect()
@@ -102,11 +127,12 @@ async def _stream(
                 chunk = bodies.body(generation, rids[choice], choice, result, ended=ended)
                 chunks[choice] = chunk if single else {**chunk, "index": choice}
             await sse.send(list(chunks.values()))
+        return await sse.end()
     except ApiError as error:
         if not sse.begun:
             raise
+        generation.cancel(error.body()["error"]["code"])
         return await sse.fail(error)
-    return await sse.end()
 
 
 def _is_single(body: GenerateRequest, prepared: Prepared) -> bool:

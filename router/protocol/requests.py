@@ -10,6 +10,7 @@ import msgspec
 
 from router.errors import invalid
 from router.protocol.knobs import Knobs
+from router.protocol.terms import TermsFields
 
 
 class StreamOptions(msgspec.Struct):
@@ -17,7 +18,7 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class OpenAIRequest(msgspec.Struct, kw_only=True):
+class OpenAIRequest(TermsFields, kw_only=True):
     """What completions and chat completions share."""
 
     model: str | None = None
@@ -217,7 +218,7 @@ _SGLANG_NAMES = {
 }
 
 
-class GenerateRequest(msgspec.Struct, kw_only=True):
+class GenerateRequest(TermsFields, kw_only=True):
     """POST /generate, SGLang's own form."""
 
     text: str | list[str] | None = None

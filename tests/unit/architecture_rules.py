@@ -47,6 +47,9 @@ PURE = (
     "common/ledger.py", "common/outbox.py", "common/slots.py", "common/stats.py",
     "common/tombstones.py", "common/kv_cache/page_pool.py", "common/kv_cache/manager.py",
     "*/scheduler.py", "*/admission.py", "*/peers.py", "*_node/request.py",
+    "router/dispatcher.py", "router/intake.py", "router/placement.py", "router/load.py",
+    "router/rates.py", "router/waiting.py", "router/replay.py", "router/attempts.py",
+    "router/requests.py", "router/stranded.py", "router/policies.py", "router/nodes.py",
 )  # fmt: skip
 """Decisions only: everything they know comes in as events and arguments."""
 IMPURE_MODULES = (

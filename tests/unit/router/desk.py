@@ -26,9 +26,12 @@ from common.messages import (
     ToRouter,
 )
 from common.modes import DisaggregationMode
-from router.dispatcher import Dispatcher, Limits
+from router.admission import Demand
+from router.dispatcher import Dispatcher
+from router.limits import Limits
 from router.nodes import Loss, NodeRegistry
 from router.policies import round_robin
+from router.protocol.terms import DEFAULT_TERMS, Terms
 from router.requests import Attempt, Job, JobAborted, JobFailed, NewTokens, Output
 
 ME = "router"
@@ -45,7 +48,12 @@ Message = TypeVar("Message")
 
 
 def hello(
-    role: DisaggregationMode, name: str, *, num_pages: int = 64, **fingerprint: object
+    role: DisaggregationMode,
+    name: str,
+    *,
+    num_pages: int = 64,
+    max_running_requests: int = 64,
+    **fingerprint: object,
 ) -> Hello:
     return Hello(
         role=role,
@@ -55,7 +63,7 @@ def hello(
         served_model_name="m",
         fingerprint=msgspec.structs.replace(FINGERPRINT, **fingerprint),
         max_model_len=512,
-        max_running_requests=8,
+        max_running_requests=max_running_requests,
         num_pages=num_pages,
         side_channel=f"tcp://{name}",
     )
@@ -74,6 +82,17 @@ class Ear:
     @property
     def tokens(self) -> list[int]:
         return [t for out in self.outputs if isinstance(out, NewTokens) for t in out.token_ids]
+
+    @property
+    def message(self) -> str:
+        """What it was told at its end."""
+        match self.outputs[-1]:
+            case JobAborted(message):
+                return message
+            case JobFailed(error):
+                return error.message
+            case _:
+                return ""
 
     @property
     def ended(self) -> str | None:
@@ -108,9 +127,10 @@ class Desk:
 
     # ------------------------------------------------------------ nodes
 
-    def join(self, name: str, *, num_pages: int = 64, **fingerprint: object) -> None:
+    def join(self, name: str, **settings: object) -> None:
+        """`settings` are those of `hello`."""
         role = DisaggregationMode.PREFILL if name[0] == "p" else DisaggregationMode.DECODE
-        self.say(name, hello(role, name, num_pages=num_pages, **fingerprint), to="", seq=1)
+        self.say(name, hello(role, name, **settings), to="", seq=1)  # type: ignore[arg-type]
         self.dispatcher.dispatch(self.now)
         self.settle()
 
@@ -121,8 +141,15 @@ class Desk:
         self.registry.receive(name.encode(), Envelope(name, to, number, body), self.now)
 
     def set_state(self, name: str, state: NodeState) -> None:
-        self.say(name, Heartbeat(stats=NodeStats(state=state), step_age_s=0.0))
+        self.beat(name, state=state)
         self.tick()
+
+    def beat(self, name: str, **stats: object) -> None:
+        """A heartbeat with these numbers."""
+        told = NodeStats(**stats)  # type: ignore[arg-type]
+        self.say(name, Heartbeat(stats=told, step_age_s=0.0))
+        self.dispatcher.on_heartbeat(name, self.now)
+        self.settle()
 
     def lose(self, name: str, loss: Loss) -> None:
         if loss in (Loss.LEFT, Loss.SILENT):
@@ -134,9 +161,26 @@ class Desk:
 
     # ------------------------------------------------------------ requests
 
-    def submit(self, rid: str = "r", max_tokens: int = 8, **sampling: object) -> Job:
+    def check(self, prompt: int = 3, *, choices: int = 1, priority: int = 0, kv: int = 0) -> None:
+        """Ask for room as the service does."""
+        demand = Demand(choices=choices, prompt_tokens=prompt, kv_tokens=kv)
+        self.dispatcher.check_room_for(demand, priority)
+
+    def submit(
+        self,
+        rid: str = "r",
+        max_tokens: int = 8,
+        *,
+        prompt: int = 3,
+        terms: Terms = DEFAULT_TERMS,
+        arrived: float | None = None,
+        **sampling: object,
+    ) -> Job:
         params = SamplingParams(max_tokens=max_tokens, seed=1, **sampling)  # type: ignore[arg-type]
-        job = self.dispatcher.submit(rid, "", [5, 6, 7], params, Ear(), self.now)
+        ids = [5 + i % 3 for i in range(prompt)]
+        job = self.dispatcher.submit(
+            rid, "", ids, params, Ear(), self.now, terms=terms, arrived=arrived
+        )
         self.settle()
         return job
 

@@ -3,6 +3,7 @@
 import pytest
 
 from common.messages import FailureKind, StopReason, TokenLogprob
+from router.admission import AdmissionLimits
 from router.errors import ApiError
 from router.requests import JobState, NewTokens
 from tests.unit.router.desk import Desk, attempt, ear, room
@@ -45,14 +46,14 @@ def test_a_request_id_used_twice_is_another_one_for_nodes() -> None:
 
 
 def test_too_many_requests_and_no_node_are_told_apart() -> None:
-    desk = Desk(max_requests=1)
-    desk.dispatcher.check_room_for(1)
+    desk = Desk(admission=AdmissionLimits(max_requests=1))
+    desk.check()
     desk.submit()
     with pytest.raises(ApiError) as busy:
-        desk.dispatcher.check_room_for(1)
+        desk.check()
     assert (busy.value.status, busy.value.retry_after_s) == (429, 1)
     with pytest.raises(ApiError) as nobody:
-        Desk("p1").dispatcher.check_room_for(1)
+        Desk("p1").check()
     assert nobody.value.status == 503
     assert "decode" in nobody.value.message
 
@@ -61,7 +62,7 @@ def test_only_nodes_with_equal_fingerprints_work_together() -> None:
     desk = Desk("p1")
     desk.join("d1", page_size=32)
     with pytest.raises(ApiError, match="page_size"):
-        desk.dispatcher.check_room_for(1)
+        desk.check()
     desk.join("d2")
     for i in range(4):
         assert attempt(desk.submit(f"r{i}")).decode == "d2"

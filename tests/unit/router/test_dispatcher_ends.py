@@ -60,11 +60,14 @@ def test_a_dead_decode_is_replaced_by_another() -> None:
 def test_a_request_that_kills_nodes_is_not_tried_for_ever() -> None:
     desk = Desk("p1 d1 d2 d3 d4")
     job = desk.submit()
-    for _ in range(3):
-        assert ear(job).ended is None
-        desk.lose(attempt(job).decode, Loss.UNREACHABLE)
+    desk.lose(attempt(job).decode, Loss.UNREACHABLE)
+    desk.lose(attempt(job).decode, Loss.UNREACHABLE)  # the first replay was at once
+    assert job.state is JobState.BACKING_OFF
+    desk.tick(0.2)
+    desk.lose(attempt(job).decode, Loss.UNREACHABLE)
     assert ear(job).ended == "500"
     assert job.attempts == 3
+    assert ear(job).message == "gave up after 3 attempts: a node was lost (unreachable)"
 
 
 def test_retractions_and_goodbyes_are_not_counted() -> None:
@@ -82,7 +85,7 @@ def test_retractions_and_goodbyes_are_not_counted() -> None:
 
 @pytest.mark.parametrize("kind", RETRYABLE)
 def test_faults_are_replayed_a_few_times_with_a_wait(kind: FailureKind) -> None:
-    limits = ReplayLimits(max_after_death=2, max_after_fault=3, backoff_s=0.1)
+    limits = ReplayLimits(max_after_death=2, max_after_fault=3, max_after_refusal=4, backoff_s=0.1)
     desk = Desk(replay=limits)
     job = desk.submit()
     waits = []
@@ -92,7 +95,7 @@ def test_faults_are_replayed_a_few_times_with_a_wait(kind: FailureKind) -> None:
         while job.state is JobState.BACKING_OFF:
             desk.tick(0.01)
             waits[-1] += 0.01
-    tries = 2 if kind is FailureKind.ENGINE else 3
+    tries = {FailureKind.ENGINE: 2, FailureKind.REFUSED: 4}.get(kind, 3)
     assert job.attempts == tries + 1
     assert all(wait > 0.04 for wait in waits[:-1])
     assert waits[tries - 1] > waits[0]

@@ -5,13 +5,27 @@ from random import Random
 import msgspec
 import pytest
 
-from router.policies import Candidate, Pair, least_loaded, make_choice, pick_pair, round_robin
+from router.policies import (
+    Candidate,
+    Full,
+    Pair,
+    least_loaded,
+    make_choice,
+    pick_pair,
+    round_robin,
+)
 from tests.unit.router.desk import FINGERPRINT, Desk, attempt, room
 
 
-def candidate(name: str, load: float = 0.0, capacity: int = 1000, page_size: int = 16) -> Candidate:
+def candidate(
+    name: str,
+    load: float = 0.0,
+    capacity: int = 1000,
+    page_size: int = 16,
+    room: int | None = None,
+) -> Candidate:
     fingerprint = msgspec.structs.replace(FINGERPRINT, page_size=page_size)
-    return Candidate(name, fingerprint, capacity, load)
+    return Candidate(name, fingerprint, capacity, load, capacity if room is None else room)
 
 
 def pick(
@@ -21,11 +35,12 @@ def pick(
     tokens: int = 10,
     avoid: set[str] | None = None,
     prefer: str | None = None,
-) -> Pair | None:
+) -> Pair | Full | None:
     return pick_pair(
         prefills,
         decodes,
         tokens=tokens,
+        wants=tokens,
         avoid=avoid or set(),
         prefer=prefer,
         choose_prefill=round_robin(),
@@ -80,10 +95,11 @@ def test_the_preferred_prefill_is_taken_unless_avoided() -> None:
 def test_load_goes_up_with_attempts_and_back_to_zero() -> None:
     desk = Desk()
     book = desk.dispatcher._load
-    nodes = desk.registry.all()
 
     def loads() -> dict[str, float]:
-        return {c.incarnation: c.load for c in book.candidates(nodes)}
+        prefills = book.prefill_candidates(desk.registry.named("p1"), 0.0)
+        decodes = book.decode_candidates(desk.registry.named("d1"))
+        return {c.incarnation: c.load for c in [*prefills, *decodes]}
 
     assert loads() == {"p1": 0, "d1": 0}
     job = desk.submit(max_tokens=8)

@@ -24,7 +24,8 @@ from common.messages import (
     ToRouter,
 )
 from common.modes import DisaggregationMode
-from router.dispatcher import Dispatcher, Limits
+from router.dispatcher import Dispatcher
+from router.limits import Limits
 from router.nodes import Loss, NodeRegistry
 from router.policies import random_choice
 from router.replay import ReplayLimits
@@ -39,7 +40,9 @@ ME = "router-1"
 PATIENT = Limits(
     node_wait_s=1e9,
     request_timeout_s=1e9,
-    replay=ReplayLimits(max_after_death=10**6, max_after_fault=10**6, backoff_s=0.0),
+    replay=ReplayLimits(
+        max_after_death=10**6, max_after_fault=10**6, max_after_refusal=10**6, backoff_s=0.0
+    ),
 )
 
 
@@ -146,6 +149,7 @@ class RealRouter:
             if self._registry.get(name) is None:
                 self._say(name, self._hello(name), to="", seq=1)
             self._say(name, Heartbeat(stats=node.scheduler.stats(), step_age_s=0.0))
+            self.dispatcher.on_heartbeat(name, self.world.now)
 
     def _hello(self, name: Incarnation) -> Hello:
         settings = self.world.nodes[name].scheduler.settings

@@ -138,8 +138,8 @@ def router_takes_repeated_tokens(patch: pytest.MonkeyPatch) -> None:
     original = Dispatcher.on_tokens
 
     def planted(self: Dispatcher, node: Incarnation, output: TokenOutput, now: float) -> None:
-        found = self._rooms.get(output.room)
-        have = output.index if found is None else len(found.output_ids)
+        found = self._attempts.find(node, output.room)
+        have = output.index if found is None else len(found[0].output_ids)
         original(self, node, msgspec.structs.replace(output, index=have), now)
 
     patch.setattr(Dispatcher, "on_tokens", planted)

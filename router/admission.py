@@ -1,0 +1,175 @@
+"""Whether the router takes one more request, and when to come back if it does not. Pure.
+
+Work is bounded in three ways: by the number of unfinished choices, by the prompt tokens that wait
+to be computed (as seconds, once the pace of the cluster is known), and by the KV that all those
+choices want, compared with what decode nodes hold. While nodes have room and nobody waits, only the
+number counts: what can start now is never refused.
+
+The pace is measured where it matters: prompts whose first token came, per second in which there was
+enough to do, whatever held it up (prefill itself, or decode that had no room for more). So
+`tokens ahead / pace` is the wait for a first token when prefill is the bottleneck and also when
+decode is. `Retry-After` is what is too much, divided by the rate at which it goes away.
+
+A request that was accepted is never refused by this later, and replays do not pass here.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from common.messages import SamplingParams
+from router.errors import ApiError, too_busy
+from router.rates import RateMeter
+from router.requests import held_tokens
+
+MAX_RETRY_S = 60
+"""Longest `Retry-After`: by then the estimate is stale."""
+
+
+class Refusal(StrEnum):
+    """Which bound was met; label of a metric."""
+
+    REQUESTS = "requests"
+    QUEUED_TOKENS = "queued_tokens"
+    WAIT = "wait"
+    KV = "kv"
+    NO_NODE = "no_node"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """See `RouterConfig`."""
+
+    max_requests: int = 4096
+    max_queue_s: float = 10.0
+    max_queued_tokens: int = 262_144
+    max_kv_oversubscription: float = 32.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a request would add; its choices are counted one by one."""
+
+    choices: int = 1
+    prompt_tokens: int = 0
+    kv_tokens: int = 0
+
+    @classmethod
+    def of(cls, choices: Sequence[tuple[list[int], SamplingParams]]) -> "Demand":
+        """Of prompts and how each is to be continued."""
+        return cls(
+            choices=len(choices),
+            prompt_tokens=sum(len(prompt) for prompt, _ in choices),
+            kv_tokens=sum(held_tokens(len(prompt), s.max_tokens) for prompt, s in choices),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backlog:
+    """What there is already."""
+
+    unfinished: int
+    tokens_ahead: int
+    """Prompt tokens that are computed before the new request's."""
+    queued_tokens: int
+    """Prompt tokens not computed yet, of everybody."""
+    held_tokens: int
+    """Tokens of KV that unfinished choices want."""
+    decode_tokens: int
+    """Tokens of KV that decode nodes hold."""
+    num_prefills: int
+    idle: bool
+    """Nobody waits, and some pair of nodes takes a request at once."""
+
+
+class Admission:
+    """Measures the cluster's pace and applies the bounds."""
+
+    def __init__(self, limits: AdmissionLimits) -> None:
+        self.limits = limits
+        self.refused: Counter[Refusal] = Counter()
+        self._prefill = RateMeter()
+        self._ends = RateMeter()
+        self._freed = RateMeter()
+
+    # ------------------------------------------------------------ what is measured
+
+    def note_work(self, *, queued: bool, unfinished: bool, now: float) -> None:
+        """`queued`: enough prompts wait to keep the cluster busy. Call when that changes."""
+        self._prefill.run(queued, now)
+        self._ends.run(unfinished, now)
+        self._freed.run(unfinished, now)
+
+    def note_prefilled(self, tokens: int, now: float) -> None:
+        """A first token came."""
+        self._prefill.add(tokens, now)
+
+    def note_end(self, held_tokens: int, now: float) -> None:
+        """A choice ended and gave its KV back."""
+        self._ends.add(1, now)
+        self._freed.add(held_tokens, now)
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """The cluster's pace; None until it is known."""
+        return self._prefill.per_second
+
+    def wait_s(self, tokens_ahead: int) -> float | None:
+        """Seconds until these tokens are computed; None while the pace is unknown."""
+        pace = self._prefill.per_second
+        return tokens_ahead / pace if pace else None
+
+    # ------------------------------------------------------------ the decision
+
+    def check_count(self, unfinished: int, choices: int = 1) -> None:
+        """The bound that needs no look into the request.
+
+        Raises:
+            ApiError: 429.
+        """
+        excess = unfinished + choices - self.limits.max_requests
+        if excess > 0:
+            why = f"{unfinished} requests are unfinished, at most {self.limits.max_requests} may be"
+            raise self._refuse(Refusal.REQUESTS, why, excess, self._ends.per_second)
+
+    def check(self, demand: Demand, backlog: Backlog) -> None:
+        """All bounds.
+
+        Raises:
+            ApiError: 429.
+        """
+        self.check_count(backlog.unfinished, demand.choices)
+        if backlog.idle:
+            return
+        self._check_tokens(demand, backlog)
+        self._check_wait(backlog)
+        self._check_kv(demand, backlog)
+
+    def _check_tokens(self, demand: Demand, backlog: Backlog) -> None:
+        limit = self.limits.max_queued_tokens * max(1, backlog.num_prefills)
+        excess = backlog.queued_tokens + demand.prompt_tokens - limit
+        if excess > 0 and backlog.queued_tokens:
+            why = f"{backlog.queued_tokens} prompt tokens wait, at most {limit} may"
+            raise self._refuse(Refusal.QUEUED_TOKENS, why, excess, self._prefill.per_second)
+
+    def _check_wait(self, backlog: Backlog) -> None:
+        wait_s = self.wait_s(backlog.tokens_ahead)
+        if wait_s is None or wait_s <= self.limits.max_queue_s:
+            return
+        why = f"the wait would be {wait_s:.0f} s, at most {self.limits.max_queue_s:g} s may be"
+        raise self._refuse(Refusal.WAIT, why, wait_s - self.limits.max_queue_s, 1.0)
+
+    def _check_kv(self, demand: Demand, backlog: Backlog) -> None:
+        limit = int(self.limits.max_kv_oversubscription * backlog.decode_tokens)
+        excess = backlog.held_tokens + demand.kv_tokens - limit
+        if excess > 0 and backlog.held_tokens:
+            why = f"unfinished requests want {backlog.held_tokens} tokens of KV, at most {limit}"
+            raise self._refuse(Refusal.KV, f"{why} may be wanted", excess, self._freed.per_second)
+
+    def _refuse(self, refusal: Refusal, why: str, excess: float, per_s: float | None) -> ApiError:
+        self.refused[refusal] += 1
+        seconds = math.ceil(excess / per_s) if per_s else 1
+        retry_s = min(MAX_RETRY_S, max(1, seconds))
+        return too_busy(f"overloaded: {why}; try again in {retry_s} s", retry_s)

@@ -1,0 +1,73 @@
+"""The queue of the router and the room on the nodes: who is let in, and who may start. Pure."""
+
+from collections.abc import Iterator
+
+from router.admission import Admission, AdmissionLimits, Backlog, Demand, Refusal
+from router.errors import unavailable
+from router.load import BUSY_TOKENS, LoadBook
+from router.nodes import NodeRegistry
+from router.placement import Placement
+from router.policies import Choose, Pair
+from router.requests import Job
+from router.waiting import WaitingRoom
+
+
+class Intake:
+    """Joins waiting room, load book, placement and admission."""
+
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        limits: AdmissionLimits,
+        *,
+        choose_prefill: Choose,
+        choose_decode: Choose,
+    ) -> None:
+        self._registry = registry
+        self.waiting = WaitingRoom()
+        self.load = LoadBook()
+        self.admission = Admission(limits)
+        self._placement = Placement(
+            registry, self.load, choose_prefill=choose_prefill, choose_decode=choose_decode
+        )
+
+    def check_room_for(self, demand: Demand, priority: int, unfinished: int) -> None:
+        """Refuse a request where there is too much work, or where no node could ever take it.
+
+        Raises:
+            ApiError: 429 or 503.
+        """
+        missing = self._registry.missing()
+        if missing is not None:
+            self.admission.refused[Refusal.NO_NODE] += 1
+            raise unavailable(missing)
+        self.admission.check(demand, self.backlog(priority, unfinished))
+
+    def backlog(self, priority: int, unfinished: int) -> Backlog:
+        """What a new request of this priority would meet."""
+        on_nodes = self._placement.tokens_to_prefill()
+        return Backlog(
+            unfinished=unfinished,
+            tokens_ahead=on_nodes + self.waiting.tokens_ahead(priority),
+            queued_tokens=on_nodes + self.waiting.tokens,
+            held_tokens=self.load.held_tokens + self.waiting.held_tokens,
+            decode_tokens=self._registry.decode_tokens(),
+            num_prefills=self._placement.num_prefills(),
+            idle=not self.waiting and self._placement.has_room(self._pace()),
+        )
+
+    def startable(self) -> Iterator[tuple[Job, Pair]]:
+        """Waiting jobs for which there is room; each is started before the next is asked for."""
+        return self._placement.round(self.waiting, self._pace())
+
+    def note_work(self, *, running: bool, now: float) -> None:
+        """Tell the meters whether there is enough to do. `running`: attempts are on nodes that
+        are not paused."""
+        enough = BUSY_TOKENS * self._placement.num_prefills()
+        busy = bool(self.waiting) or self._placement.tokens_to_prefill() >= enough
+        self.admission.note_work(queued=running and busy, unfinished=running, now=now)
+
+    def _pace(self) -> float:
+        """Tokens per second of one prefill node; 0 until it is known."""
+        per_s = self.admission.prefill_tokens_per_s or 0.0
+        return per_s / max(1, self._placement.num_prefills())

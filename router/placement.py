@@ -1,0 +1,100 @@
+"""Where waiting jobs go, as far as nodes have room: one round over the queue. Pure.
+
+Nodes get what they can soon run and a little more; the rest waits here. A job that must wait for
+room keeps the nodes it waits for from those behind it, so that a large one is not overtaken for
+ever; those behind it may still go to nodes that it could not use anyway.
+"""
+
+from collections.abc import Iterator
+
+from common.messages import Incarnation
+from common.modes import DisaggregationMode
+from router.load import LoadBook
+from router.nodes import NodeRegistry
+from router.policies import Candidate, Choose, Full, Pair, pick_pair
+from router.requests import Job
+from router.waiting import WaitingRoom
+
+MAX_SKIPPED = 256
+"""Jobs that a round passes over at most before it ends."""
+
+
+class Placement:
+    """Knows the nodes, their loads and the policies."""
+
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        book: LoadBook,
+        *,
+        choose_prefill: Choose,
+        choose_decode: Choose,
+    ) -> None:
+        self._registry = registry
+        self._book = book
+        self._choose_prefill = choose_prefill
+        self._choose_decode = choose_decode
+
+    def round(self, waiting: WaitingRoom, tokens_per_s: float) -> Iterator[tuple[Job, Pair]]:
+        """Jobs that may start now, each with its nodes, in the queue's order.
+
+        The caller starts each before it asks for the next. `tokens_per_s`: one prefill's pace.
+        """
+        skipped: list[Job] = []
+        kept: set[Incarnation] = set()
+        for job in waiting.take_ready():
+            prefills, decodes = self._candidates(kept, tokens_per_s)
+            pair = self._pick(job, prefills, decodes)
+            if isinstance(pair, Pair):
+                yield job, pair
+                continue
+            skipped.append(job)
+            if isinstance(pair, Full):
+                kept |= pair.nodes
+            left = {c.incarnation for c in prefills} - kept, {c.incarnation for c in decodes} - kept
+            if not all(left) or len(skipped) >= MAX_SKIPPED:
+                break
+        for job in skipped:
+            waiting.put(job)
+
+    def has_room(self, tokens_per_s: float) -> bool:
+        """Whether some pair of nodes would take a small request at once."""
+        prefills, decodes = self._candidates(set(), tokens_per_s)
+        open_groups = {c.fingerprint for c in decodes if c.room > 0}
+        return any(c.room > 0 and c.fingerprint in open_groups for c in prefills)
+
+    def tokens_to_prefill(self) -> int:
+        """Prompt tokens that prefill nodes still have to compute."""
+        return self._book.tokens_to_prefill(self._registry.of_role(DisaggregationMode.PREFILL))
+
+    def num_prefills(self) -> int:
+        """Prefill nodes that work or will work again."""
+        return sum(node.stays for node in self._registry.of_role(DisaggregationMode.PREFILL))
+
+    def _candidates(
+        self, kept: set[Incarnation], tokens_per_s: float
+    ) -> tuple[list[Candidate], list[Candidate]]:
+        prefills = self._book.prefill_candidates(
+            self._registry.of_role(DisaggregationMode.PREFILL), tokens_per_s
+        )
+        decodes = self._book.decode_candidates(self._registry.of_role(DisaggregationMode.DECODE))
+        if not kept:
+            return prefills, decodes
+        return (
+            [c for c in prefills if c.incarnation not in kept],
+            [c for c in decodes if c.incarnation not in kept],
+        )
+
+    def _pick(
+        self, job: Job, prefills: list[Candidate], decodes: list[Candidate]
+    ) -> Pair | Full | None:
+        return pick_pair(
+            prefills,
+            decodes,
+            tokens=job.max_total_tokens,
+            wants=job.held_tokens,
+            avoid=job.avoid,
+            prefer=job.prefer,
+            choose_prefill=self._choose_prefill,
+            choose_decode=self._choose_decode,
+        )

@@ -1,0 +1,50 @@
+"""What a request asks for beside tokens: its place in the queue and its time. Pure."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from router.errors import invalid
+
+MAX_PRIORITY = 2**31 - 1
+"""Largest absolute value of `priority`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """Checked. The default is what a client gets that asks for nothing."""
+
+    priority: int = 0
+    """Lower values come first."""
+    timeout_s: float | None = None
+    """Since the HTTP request came; the router's maximum if None."""
+
+
+DEFAULT_TERMS = Terms()
+
+
+class TermsFields(msgspec.Struct, kw_only=True):
+    """The fields of a body; every API has them."""
+
+    priority: int | None = None
+    timeout_s: float | None = None
+
+    def terms(self, *, higher_first: bool = False) -> Terms:
+        """Check them. `higher_first`: this API's larger priorities come first.
+
+        Raises:
+            ApiError: 400, naming the field.
+        """
+        priority = self.priority or 0
+        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            message = f"priority must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}], not {priority}"
+            raise invalid(message, "priority")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise invalid(f"timeout_s must be positive, not {self.timeout_s:g}", "timeout_s")
+        return Terms(priority=-priority if higher_first else priority, timeout_s=self.timeout_s)
+
+
+def deadline(arrived: float, terms: Terms, maximum_s: float) -> float:
+    """When a request that came at `arrived` has to be answered."""
+    wish = terms.timeout_s
+    return arrived + (maximum_s if wish is None else min(wish, maximum_s))
