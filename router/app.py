@@ -63,26 +63,9 @@ async def serve(
     codec = load_codec(model_path)
     info = load_model_info(model_path, codec)
     name = config.served_model_name or config.model.rstrip("/").rpartition("/")[2]
-    metrics = RouterMetrics()
-    registry = NodeRegistry(f"router-{uuid4().hex}", config.node_timeout_s)
-    dispatcher = Dispatcher(
-        registry,
-        _limits(config),
-        choose_prefill=make_choice(config.prefill_policy, random),
-        choose_decode=make_choice(config.decode_policy, random),
-        random=random,
-    )
-    service = RouterService(
-        registry,
-        dispatcher,
-        metrics,
-        heartbeat_s=config.heartbeat_s,
-        admin_timeout_s=config.admin_timeout_s,
-        asked_to_end=end or asyncio.Event(),
-    )
-    preparer = Preparer(codec, info, registry, config, name, random)
-    app = _application(config, service, preparer, metrics)
-    runner = _runner(app, service)
+    service = _service(config, random, end or asyncio.Event())
+    preparer = Preparer(codec, info, service.registry, config, name, random)
+    runner = _runner(_application(config, service, preparer), service)
     try:
         node_port = service.start(config.node_host, config.node_port)
         await runner.setup()
@@ -107,6 +90,25 @@ async def serve(
         await service.stop()
 
 
+def _service(config: RouterConfig, random: SystemRandom, end: asyncio.Event) -> RouterService:
+    registry = NodeRegistry(f"router-{uuid4().hex}", config.node_timeout_s)
+    dispatcher = Dispatcher(
+        registry,
+        _limits(config),
+        choose_prefill=make_choice(config.prefill_policy, random),
+        choose_decode=make_choice(config.decode_policy, random),
+        random=random,
+    )
+    return RouterService(
+        registry,
+        dispatcher,
+        RouterMetrics(),
+        heartbeat_s=config.heartbeat_s,
+        admin_timeout_s=config.admin_timeout_s,
+        asked_to_end=end,
+    )
+
+
 def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
@@ -122,8 +124,9 @@ def _runner(app: web.Application, service: RouterService) -> web.AppRunner:
 
 
 def _application(
-    config: RouterConfig, service: RouterService, preparer: Preparer, metrics: RouterMetrics
+    config: RouterConfig, service: RouterService, preparer: Preparer
 ) -> web.Application:
+    metrics = service.metrics
     app = web.Application(
         client_max_size=config.max_body_bytes, middlewares=[shield_errors(metrics)]
     )
