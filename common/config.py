@@ -41,7 +41,13 @@ class NodeConfig:
     router: tuple[str, ...] = ("tcp://127.0.0.1:8001",)
     """Routers to join, tcp://host:port; repeatable."""
     name: str | None = None
-    """Name in logs and server info; role and process id if not given."""
+    """Name in logs and server info, one node's only; role, host and process id if not given."""
+    secret_file: str | None = None
+    """File with the cluster secret that routers and nodes share; else it is read from the
+    environment variable PDSERVE_SECRET."""
+    allow_insecure_bind: bool = False
+    """Listen beyond the loopback without a cluster secret: whoever can reach the ports may read and
+    write what is being served."""
     threads: int | None = None
     """Torch threads; torch's own choice if not given."""
     cpus: str | None = None

@@ -36,8 +36,8 @@ class Secret:
         """Raises UnusableSecret. `what` names it in the message."""
         if len(text) < SHORTEST:
             raise UnusableSecret(f"{what} must have at least {SHORTEST} characters")
-        if not text.isascii() or not text.isprintable() or " " in text:
-            raise UnusableSecret(f"{what} must be printable ASCII without spaces")
+        if not text.isprintable():
+            raise UnusableSecret(f"{what} must be printable, and one line")
         self._text = text
 
     def reveal(self) -> str:
@@ -48,7 +48,9 @@ class Secret:
         return f"Secret({_MASK})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Secret) and hmac.compare_digest(self._text, other._text)
+        return isinstance(other, Secret) and hmac.compare_digest(
+            self._text.encode(), other._text.encode()
+        )
 
     def __hash__(self) -> int:
         return hash(self._text)
@@ -139,15 +141,22 @@ def read_keys(
     Raises:
         UnusableSecret: the file cannot be read or holds no key, or a key cannot be one.
     """
-    keys = [key.strip() for key in environ.get(variable, "").split(",")]
-    found = [Secret(key, f"{what} in {variable}") for key in keys if key]
+    given = [key.strip() for key in environ.get(variable, "").split(",")]
+    found = [_bearer(key, f"{what} in {variable}") for key in given if key]
     if path is not None:
         lines = [line.partition("#")[0].strip() for line in _read(path, what).splitlines()]
-        in_file = [Secret(line, f"{what} in {path}") for line in lines if line]
+        in_file = [_bearer(line, f"{what} in {path}") for line in lines if line]
         if not in_file:
             raise UnusableSecret(f"{path} holds no {what}")
         found += in_file
     return tuple(found)
+
+
+def _bearer(text: str, what: str) -> Secret:
+    """A secret that can be sent in a header as it is."""
+    if not text.isascii() or " " in text:
+        raise UnusableSecret(f"{what} must be printable ASCII without spaces")
+    return Secret(text, what)
 
 
 def _read(path: str, what: str) -> str:

@@ -28,6 +28,7 @@ ZAP_ADDRESS = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"pdserve"
 MAX_OPEN_CONNECTIONS = 4096
 """Of which addresses are remembered."""
+NAMELESS_S = 2.0
 
 CRYPTOGRAPHIC = 0x11000001  # ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
 MECHANISM_MISMATCH = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
@@ -97,7 +98,8 @@ class Gatekeeper:
         self._stop_monitors.append(lambda: None if socket.closed else socket.disable_monitor())
         monitor = self._open(zmq.PAIR)
         monitor.connect(address)
-        door = Door(self._tally, secured=self._keys is not None)
+        later = asyncio.get_running_loop().call_later
+        door = Door(self._tally, later, secured=self._keys is not None)
         self._read(monitor, lambda frames: door.on_event(*parse_event(frames)))
 
     def close(self) -> None:
@@ -132,19 +134,22 @@ class Gatekeeper:
         self._tasks.append(asyncio.get_running_loop().create_task(read(socket, handle)))
 
 
-UNKNOWN_PEER = "an address that is gone already"
-
-
 class Door:
     """What the monitor of one listening socket tells, put together by connection."""
 
-    def __init__(self, tally: Tally, *, secured: bool) -> None:
+    def __init__(
+        self, tally: Tally, later: Callable[[float, Callable[[], None]], object], *, secured: bool
+    ) -> None:
+        """`later` calls back after some seconds. `secured`: there is a cluster secret."""
         self._tally = tally
+        self._later = later
         self._secured = secured
-        self._open: dict[int, tuple[str, int]] = {}
+        self._open: dict[int, tuple[str | None, int]] = {}
         """Descriptor -> (peer, handshakes that had succeeded when it was accepted)."""
         self._num_succeeded = 0
         self._failure: str | None = None
+        self._num_named = 0
+        self._waits_for_name = False
 
     def on_event(self, event: int, value: int) -> None:
         """Take in one event; refusals are counted, and logged at most once in 10 s an address."""
@@ -160,22 +165,43 @@ class Door:
                 self._failure = why_refused(event, value, secured=self._secured)
 
     def _on_gone(self, descriptor: int) -> None:
-        peer, num_succeeded = self._open.pop(descriptor, (UNKNOWN_PEER, -1))
+        peer, num_succeeded = self._open.pop(descriptor, (None, -1))
         failure, self._failure = self._failure, None
         if failure is None and num_succeeded == self._num_succeeded:
             failure = "what it sends is no ZMTP"  # nobody succeeded meanwhile, nor did this one
         if failure is None:
             self._tally.counts["closed_connections"] += 1
+            return
+        self._tally.counts["refused_connections"] += 1
+        if peer is None:
+            self._tell_nameless(failure)
         else:
-            host = peer.rpartition(":")[0] or peer
-            self._tally.add("refused_connections", f"from {peer}: {failure}", key=host)
+            self._num_named += 1
+            host = peer.rpartition(":")[0]
+            self._tally.tell("refused_connections", f"from {peer}: {failure}", key=host)
+
+    def _tell_nameless(self, failure: str) -> None:
+        """Its descriptor was closed before we could ask whose it was. Who tries again, as our own
+        processes do, is named soon; only otherwise a line without an address is better than none.
+        """
+        if self._waits_for_name:
+            return
+        self._waits_for_name = True
+        num_named = self._num_named
+
+        def tell() -> None:
+            self._waits_for_name = False
+            if num_named == self._num_named:
+                self._tally.tell("refused_connections", f"from an unknown address: {failure}")
+
+        self._later(NAMELESS_S, tell)
 
 
-def peer_of(descriptor: int) -> str:
-    """host:port at the other end, as long as the connection lasts."""
+def peer_of(descriptor: int) -> str | None:
+    """host:port at the other end; None if the connection has ended already."""
     try:
         with tcp.fromfd(descriptor, tcp.AF_INET, tcp.SOCK_STREAM) as copy:
             host, port = copy.getpeername()[:2]
     except (OSError, ValueError):
-        return UNKNOWN_PEER
+        return None
     return f"{host}:{port}"

@@ -5,9 +5,12 @@ Ctrl-C stops the answer that is being given, and what was said of it stays in th
 """
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable
 
+from common.credentials import Secret
+from deploy.access import own_key
 from deploy.config import ChatConfig
 from deploy.endpoint import Endpoint, EndpointError, Message
 from deploy.errors import StartupError
@@ -18,8 +21,9 @@ PROMPT = "> "
 class Conversation:
     """What was said so far, as the endpoint wants to hear it each time."""
 
-    def __init__(self, config: ChatConfig, model: str) -> None:
+    def __init__(self, config: ChatConfig, model: str, key: Secret | None = None) -> None:
         self._url = config.url
+        self._key = key
         self._model = model
         self._system = config.system
         given = {"max_tokens": config.max_tokens, "temperature": config.temperature}
@@ -47,22 +51,27 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": "".join(said)})
 
     async def _stream(self, said: list[str], write: Callable[[str], object]) -> None:
-        async with Endpoint(self._url) as endpoint:
+        async with Endpoint(self._url, self._key) as endpoint:
             async for piece in endpoint.chat(self._model, self.messages, **self._sampling):
                 said.append(piece)
                 write(piece)
 
 
 def run_chat(config: ChatConfig) -> int:
-    """Talk until the user leaves. Raises StartupError if nobody answers at the URL."""
+    """Talk until the user leaves. The API key, if one is needed, is read from PDSERVE_API_KEY.
+
+    Raises:
+        StartupError: nobody answers at the URL, or not to us.
+    """
+    key = own_key(os.environ)
     try:
-        model = config.model or asyncio.run(_first_model(config.url))
+        model = config.model or asyncio.run(_first_model(config.url, key))
     except EndpointError as error:
         raise StartupError(f"no endpoint: {error}") from error
     if sys.stdin.isatty():
         _enable_line_editing()
         print(f"{model} at {config.url}. /new forgets, /exit leaves, Ctrl-C stops an answer.")
-    conversation = Conversation(config, model)
+    conversation = Conversation(config, model, key)
     while (text := _read()) is not None:
         if text == "/new":
             conversation.forget()
@@ -96,6 +105,6 @@ def _answer(conversation: Conversation, text: str) -> None:
         print(f"error: {error}", file=sys.stderr)
 
 
-async def _first_model(url: str) -> str:
-    async with Endpoint(url) as endpoint:
+async def _first_model(url: str, key: Secret | None) -> str:
+    async with Endpoint(url, key) as endpoint:
         return await endpoint.first_model()

@@ -4,6 +4,7 @@ Each command imports what it needs when it runs, so `--help` answers without loa
 router never does.
 """
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,16 @@ def _chat(args: Sequence[str]) -> int:
     return run_chat(config)
 
 
+def _node_key(args: Sequence[str]) -> int:
+    from deploy.config import NodeKeyConfig
+
+    config = parse_flags(NodeKeyConfig, "pdserve node-key", args)
+    from deploy.access import node_key
+
+    print(node_key(config.secret_file, os.environ).reveal())
+    return 0
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     help: str
@@ -70,6 +81,7 @@ COMMANDS: Mapping[str, Command] = {
     "router": Command("the HTTP endpoint that nodes join", _router),
     "prefill": Command("a node that turns prompts into KV cache", _prefill),
     "decode": Command("a node that turns KV cache into tokens", _decode),
+    "node-key": Command("print the bearer token of the nodes' own HTTP", _node_key),
 }
 
 

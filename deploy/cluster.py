@@ -10,11 +10,21 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.config import DecodeConfig, PrefillConfig
+from common.credentials import Secret
+from deploy.access import (
+    ADMIN_KEYS_VARIABLE,
+    API_KEYS_VARIABLE,
+    SECRET_VARIABLE,
+    client_keys,
+    cluster_secret,
+    random_secret,
+    router_access,
+)
 from deploy.config import ClusterConfig, cpu_sets, parse_cpus
 from deploy.default_model import resolve_model
 from deploy.endpoint import Endpoint, EndpointError
@@ -38,23 +48,32 @@ class ClusterPlan:
     children: tuple[ChildSpec, ...]
     url: str
     num_nodes: int
+    key: Secret | None = None
+    """What the router wants to see of its clients, if anything."""
 
 
-def plan_cluster(config: ClusterConfig, model: Path) -> ClusterPlan:
+def plan_cluster(
+    config: ClusterConfig, model: Path, environ: Mapping[str, str] = os.environ
+) -> ClusterPlan:
     """The children's command lines, checked as they will check them.
 
+    Their links are always encrypted: a secret is made for them if none was given.
+
     Raises:
-        StartupError: a flag for a child is wrong.
+        StartupError: a flag for a child is wrong, or a secret cannot be used.
     """
+    secret = cluster_secret(config.secret_file, environ) or random_secret()
     port = _bindable_port(config.host, config.port)
     node_port = _bindable_port(LOOPBACK, 0)
     name = config.served_model_name or Path(config.model).name
     common = ["--model", str(model), "--served-model-name", name]
     router = [
         *common, "--host", config.host, "--port", str(port), "--node-host", LOOPBACK,
-        "--node-port", str(node_port), *shlex.split(config.router_args),
+        "--node-port", str(node_port), *_access_flags(config), *shlex.split(config.router_args),
     ]  # fmt: skip
-    children = [_child("router", "router", RouterConfig, router)]
+    children = [_child("router", "router", RouterConfig, router, secret)]
+    settings = parse_flags(RouterConfig, "router", router)
+    router_access(settings, {**environ, SECRET_VARIABLE: secret.reveal()})
     shared = common + [
         part
         for field in _SHARED
@@ -66,13 +85,21 @@ def plan_cluster(config: ClusterConfig, model: Path) -> ClusterPlan:
     for number in range(config.prefill):
         placed = _placement(cpu_sets(config.cpus_prefill), number, threads)
         args = ["--name", f"prefill-{number}", *shared, *placed, *shlex.split(config.prefill_args)]
-        children.append(_child(f"prefill-{number}", "prefill_node", PrefillConfig, args))
+        children.append(_child(f"prefill-{number}", "prefill_node", PrefillConfig, args, secret))
     for number in range(config.decode):
         placed = _placement(cpu_sets(config.cpus_decode), number, threads)
         args = ["--name", f"decode-{number}", *shared, *placed, *shlex.split(config.decode_args)]
-        children.append(_child(f"decode-{number}", "decode_node", DecodeConfig, args))
+        children.append(_child(f"decode-{number}", "decode_node", DecodeConfig, args, secret))
     host = LOOPBACK if config.host in ("0.0.0.0", "::", "") else config.host
-    return ClusterPlan(tuple(children), f"http://{host}:{port}", config.prefill + config.decode)
+    key = next(iter(client_keys(settings.api_key_file, environ)), None)
+    num_nodes = config.prefill + config.decode
+    return ClusterPlan(tuple(children), f"http://{host}:{port}", num_nodes, key)
+
+
+def _access_flags(config: ClusterConfig) -> list[str]:
+    files = {"--api-key-file": config.api_key_file, "--admin-key-file": config.admin_key_file}
+    flags = [part for flag, path in files.items() if path is not None for part in (flag, path)]
+    return [*flags, "--allow-insecure-bind"] if config.allow_insecure_bind else flags
 
 
 def default_threads(processors: int, nodes: int) -> int:
@@ -88,11 +115,15 @@ def _placement(sets: Sequence[str], number: int, threads: int) -> list[str]:
     return ["--cpus", cpus, "--threads", str(len(parse_cpus(cpus)))]
 
 
-def _child(name: str, module: str, settings: type, args: list[str]) -> ChildSpec:
+def _child(name: str, module: str, settings: type, args: list[str], secret: Secret) -> ChildSpec:
     try:
         parse_flags(settings, name, args)
     except StartupError as error:
         raise StartupError(f"{name}: {error}") from None
+    is_router = module == "router"
+    # The environment and not the command line, which every user of the machine can list. Only the
+    # router has to know its clients' keys.
+    others = () if is_router else ((API_KEYS_VARIABLE, ""), (ADMIN_KEYS_VARIABLE, ""))
     # -P and the explicit path: a folder named `router` where the user stands is not ours.
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -103,8 +134,10 @@ def _child(name: str, module: str, settings: type, args: list[str]) -> ChildSpec
             ("PYTHONPATH", path),
             ("PYTHONUNBUFFERED", "1"),
             ("TOKENIZERS_PARALLELISM", "false"),
+            (SECRET_VARIABLE, secret.reveal()),
+            *others,
         ),
-        essential=module == "router",
+        essential=is_router,
     )
 
 
@@ -172,7 +205,7 @@ def _on_signals(asked_to_end: asyncio.Event, supervisor: Supervisor) -> None:
 
 async def _announce(config: ClusterConfig, plan: ClusterPlan, supervisor: Supervisor) -> None:
     """Wait until all nodes have joined and a token came back; say so once, and ask if told to."""
-    async with Endpoint(plan.url) as endpoint:
+    async with Endpoint(plan.url, plan.key) as endpoint:
         until = time.monotonic() + config.start_timeout_s
         while not await _serves(endpoint, plan, supervisor):
             if time.monotonic() > until:

@@ -36,6 +36,15 @@ class ClusterConfig:
     """Address of the HTTP endpoint; the nodes stay on the loopback."""
     port: int = 8000
     """Port of the HTTP endpoint; 0 takes a free one."""
+    secret_file: str | None = None
+    """File with the cluster secret, else PDSERVE_SECRET; a random one is made if there is none."""
+    api_key_file: str | None = None
+    """File with the keys of clients, one a line; PDSERVE_API_KEYS counts as well."""
+    admin_key_file: str | None = None
+    """File with keys that alone may pause, abort, drain and flush; PDSERVE_ADMIN_KEYS counts as
+    well."""
+    allow_insecure_bind: bool = False
+    """Let --host open the endpoint beyond the loopback without API keys."""
     prefill: int = 1
     """Number of prefill nodes."""
     decode: int = 1
@@ -76,6 +85,14 @@ class ClusterConfig:
                 raise ValueError(f"{field} has {len(sets)} sets for {nodes} nodes")
             for processors in sets:
                 parse_cpus(processors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeKeyConfig:
+    """Flags of the command that prints the key of the nodes' own HTTP."""
+
+    secret_file: str | None = None
+    """File with the cluster secret, else PDSERVE_SECRET."""
 
 
 @dataclass(frozen=True, kw_only=True)

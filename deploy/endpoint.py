@@ -6,6 +6,8 @@ from typing import Any
 
 import aiohttp
 
+from common.credentials import Secret
+
 Message = Mapping[str, str]
 
 
@@ -16,14 +18,16 @@ class EndpointError(Exception):
 class Endpoint:
     """One base URL. An async context manager: it holds an HTTP session."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: Secret | None = None) -> None:
+        """`key`: what to show where the endpoint asks for one."""
         self.url = url.rstrip("/")
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key.reveal()}"}
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> "Endpoint":
         # An answer may take as long as it takes; only the connection is bounded.
         timeout = aiohttp.ClientTimeout(total=None, connect=10.0)
-        self._session = aiohttp.ClientSession(timeout=timeout)
+        self._session = aiohttp.ClientSession(timeout=timeout, headers=self._headers)
         return self
 
     async def __aexit__(self, *_: object) -> None:

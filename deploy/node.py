@@ -12,6 +12,7 @@ environment early.
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,12 +22,14 @@ from typing import Any, TypedDict, assert_never
 from uuid import uuid4
 
 from common.config import DecodeConfig, NodeConfig, PrefillConfig
+from common.credentials import ClusterKeys
 from common.engine.cpu import set_num_threads
 from common.engine.errors import ModelError
 from common.engine.loader import LoadedModel, load_model
 from common.engine.runner import ModelRunner
 from common.engine.spec import fingerprint
 from common.event_loop import EventLoop
+from common.gatekeeper import NoCurve
 from common.kv_cache.storage import PagedKVCache, pages_in
 from common.logs import setup_logging
 from common.messages import Fingerprint
@@ -39,6 +42,7 @@ from common.node_io.thread import NodeIO
 from common.scheduler import Scheduler
 from common.settings import SchedulerSettings
 from decode_node.scheduler import DecodeScheduler
+from deploy.access import node_keys
 from deploy.default_model import resolve_model
 from deploy.errors import StartupError
 from prefill_node.scheduler import PrefillScheduler
@@ -86,17 +90,18 @@ def run_node(mode: DisaggregationMode, config: NodeConfig) -> int:
     Raises:
         StartupError: the model, a port, the pool or the transfer could not be had.
     """
-    name = config.name or f"{mode}-{os.getpid()}"
+    name = config.name or f"{mode}-{socket.gethostname()}-{os.getpid()}"
     setup_logging(name)
+    keys = node_keys(config, os.environ)
     ending = Ending()
     try:
         with ExitStack() as stack:
-            loop = _compose(mode, config, name, ending, stack)
+            loop = _compose(mode, config, keys, name, ending, stack)
             loop.run()
             log.info("ending")
     except KeyboardInterrupt:
         log.info("asked to end while starting")
-    except (ModelError, CannotBind) as error:
+    except (ModelError, CannotBind, NoCurve) as error:
         raise StartupError(str(error)) from error
     return 1 if ending.io_failed else 0
 
@@ -136,7 +141,12 @@ class Ending:
 
 
 def _compose(
-    mode: DisaggregationMode, config: NodeConfig, name: str, ending: Ending, stack: ExitStack
+    mode: DisaggregationMode,
+    config: NodeConfig,
+    keys: ClusterKeys | None,
+    name: str,
+    ending: Ending,
+    stack: ExitStack,
 ) -> EventLoop:
     """Build everything in the order of the module's picture; `stack` takes it down again."""
     began = time.monotonic()
@@ -156,7 +166,7 @@ def _compose(
 
     transfer = _register(nixl_params, cache, identity)
     stack.callback(transfer.close)
-    io = NodeIO(identity, _io_settings(config), half.peers)
+    io = NodeIO(identity, _io_settings(config, keys), half.peers)
     io.start()
     stack.callback(io.close)
     transfer.start(io.wake)
@@ -233,11 +243,12 @@ def parse_params(given: Sequence[str]) -> dict[str, str]:
     return params
 
 
-def _io_settings(config: NodeConfig) -> IOSettings:
+def _io_settings(config: NodeConfig, keys: ClusterKeys | None) -> IOSettings:
     return IOSettings(
         host=config.host,
         port=config.port,
         routers=config.router,
+        keys=keys,
         heartbeat_s=config.heartbeat_s,
         router_timeout_s=config.router_timeout_s,
         peer_timeout_s=config.peer_timeout_s,

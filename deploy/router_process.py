@@ -1,11 +1,15 @@
 """The router as a process: model folder, logs, signals; what it does is `router.app.serve`."""
 
 import asyncio
+import os
 import signal
 
+from common.gatekeeper import NoCurve
 from common.logs import setup_logging
+from deploy.access import router_access
 from deploy.default_model import resolve_model
 from deploy.errors import StartupError
+from router.access import Access
 from router.app import serve
 from router.config import RouterConfig
 from router.tokens import UnusableModelFolder
@@ -18,24 +22,26 @@ def run_router(config: RouterConfig) -> int:
     what is unfinished with an error, at once.
 
     Raises:
-        StartupError: no usable tokenizer in the model's folder, or a port that is taken.
+        StartupError: no usable tokenizer in the model's folder, a port that is taken, a secret
+            that cannot be used, or none where one is needed.
     """
     setup_logging("router", config.log_level.upper())
+    access = router_access(config, os.environ)
     try:
-        asyncio.run(_until_signalled(config))
+        asyncio.run(_until_signalled(config, access))
     except UnusableModelFolder as error:
         raise StartupError(f"model: {error}") from error
-    except OSError as error:
+    except (OSError, NoCurve) as error:
         raise StartupError(str(error)) from error
     except KeyboardInterrupt:
         pass  # before the handlers were there
     return 0
 
 
-async def _until_signalled(config: RouterConfig) -> None:
+async def _until_signalled(config: RouterConfig, access: Access) -> None:
     folder = await asyncio.to_thread(resolve_model, config.model)
     loop, end = asyncio.get_running_loop(), asyncio.Event()
-    serving = asyncio.create_task(serve(config, folder, end=end))
+    serving = asyncio.create_task(serve(config, folder, access=access, end=end))
 
     def drain() -> None:
         end.set()

@@ -16,7 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from deploy.process import supervised_environment
 
@@ -32,8 +32,8 @@ _READ_BYTES = 1 << 16
 class ChildSpec:
     name: str
     command: tuple[str, ...]
-    environment: tuple[tuple[str, str], ...] = ()
-    """Added to this process's own."""
+    environment: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    """Added to this process's own. May hold secrets."""
     essential: bool = False
     """Without it the group is useless: where nothing is restarted its end is the group's."""
 

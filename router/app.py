@@ -11,7 +11,9 @@ from uuid import uuid4
 
 from aiohttp import web
 
+from common.credentials import ClusterKeys
 from common.http_log import HTTPLog
+from router.access import Access, demand_keys
 from router.admission import AdmissionLimits
 from router.config import RouterConfig
 from router.dispatcher import Dispatcher
@@ -31,6 +33,7 @@ from router.tokens import load_codec, load_model_info
 
 log = logging.getLogger("router")
 
+ANYBODY = Access()
 SHUTDOWN_S = 2.0
 """How long open answers may take to leave at the end."""
 
@@ -47,25 +50,28 @@ async def serve(
     config: RouterConfig,
     model_path: Path,
     *,
+    access: Access = ANYBODY,
     ready: Callable[[Listening], None] | None = None,
     end: asyncio.Event | None = None,
 ) -> None:
     """Run a router until `end` is set, by who holds it or by `POST /drain`, and it has drained.
 
-    `ready` is called once both sockets listen. What is unfinished when the drain's time is over, or
-    when this task is cancelled, is answered 503 and aborted on its nodes.
+    `access` says who may enter: by default everybody who reaches the sockets. `ready` is called
+    once both listen. What is unfinished when the drain's time is over, or when this task is
+    cancelled, is answered 503 and aborted on its nodes.
 
     Raises:
         UnusableModelFolder: there is no usable tokenizer in `model_path`.
         OSError: an address cannot be bound.
+        NoCurve: there is a cluster secret, and a libzmq that can do nothing with it.
     """
     random = SystemRandom()  # rooms and seeds must not repeat between routers or restarts
     codec = load_codec(model_path)
     info = load_model_info(model_path, codec)
     name = config.served_model_name or config.model.rstrip("/").rpartition("/")[2]
-    service = _service(config, random, end or asyncio.Event())
+    service = _service(config, random, end or asyncio.Event(), access.keys)
     preparer = Preparer(codec, info, service.registry, config, name, random)
-    runner = _runner(_application(config, service, preparer), service)
+    runner = _runner(_application(config, access, service, preparer), service)
     try:
         node_port = service.start(config.node_host, config.node_port)
         await runner.setup()
@@ -90,7 +96,9 @@ async def serve(
         await service.stop()
 
 
-def _service(config: RouterConfig, random: SystemRandom, end: asyncio.Event) -> RouterService:
+def _service(
+    config: RouterConfig, random: SystemRandom, end: asyncio.Event, keys: ClusterKeys | None
+) -> RouterService:
     registry = NodeRegistry(f"router-{uuid4().hex}", config.node_timeout_s)
     dispatcher = Dispatcher(
         registry,
@@ -106,6 +114,7 @@ def _service(config: RouterConfig, random: SystemRandom, end: asyncio.Event) -> 
         heartbeat_s=config.heartbeat_s,
         admin_timeout_s=config.admin_timeout_s,
         asked_to_end=end,
+        keys=keys,
     )
 
 
@@ -124,11 +133,12 @@ def _runner(app: web.Application, service: RouterService) -> web.AppRunner:
 
 
 def _application(
-    config: RouterConfig, service: RouterService, preparer: Preparer
+    config: RouterConfig, access: Access, service: RouterService, preparer: Preparer
 ) -> web.Application:
     metrics = service.metrics
     app = web.Application(
-        client_max_size=config.max_body_bytes, middlewares=[shield_errors(metrics)]
+        client_max_size=config.max_body_bytes,
+        middlewares=[shield_errors(metrics), demand_keys(access)],
     )
     limits = HttpLimits(
         body_timeout_s=config.body_timeout_s,

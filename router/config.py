@@ -102,6 +102,18 @@ class RouterConfig:
     """Replays after a node had no room for an accepted request; then 429."""
     backoff_s: float = 0.1
     """First wait before a replay after a fault; doubles each time, with jitter."""
+    secret_file: str | None = None
+    """File with the cluster secret that nodes must have too; else it is read from the environment
+    variable PDSERVE_SECRET."""
+    api_key_file: str | None = None
+    """File with the keys of clients, one a line; those in PDSERVE_API_KEYS (comma separated) count
+    as well."""
+    admin_key_file: str | None = None
+    """File with keys that alone may pause, abort, drain and flush; PDSERVE_ADMIN_KEYS counts as
+    well. Without any, a client's key may."""
+    allow_insecure_bind: bool = False
+    """Listen beyond the loopback without API keys or a cluster secret: whoever can reach the ports
+    may use them."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log lines that are written."""
 

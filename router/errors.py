@@ -1,6 +1,8 @@
 """What a client is told when a request cannot be answered: one exception, one body shape.
 
 ApiError ── invalid()      400  the request itself, naming the field
+         ── unauthorized() 401  no key, or none of ours
+         ── forbidden()    403  a client's key on an admin's path
          ── not_found()    404  no such model, node or adapter
          ── too_busy()     429  more unfinished requests than allowed, with Retry-After
          ── unavailable()  503  nobody can do the work now
@@ -34,6 +36,10 @@ class ApiError(Exception):
     def type(self) -> str:
         """OpenAI's name of the error's class."""
         match self.status:
+            case 401:
+                return "authentication_error"
+            case 403:
+                return "permission_error"
             case 404:
                 return "not_found_error"
             case 429:
@@ -58,6 +64,16 @@ class ApiError(Exception):
 
 def invalid(message: str, param: str | None, code: str = "invalid_value") -> ApiError:
     return ApiError(400, message, param=param, code=code)
+
+
+def unauthorized() -> ApiError:
+    """The same for a missing and for a wrong key, and never what was given."""
+    message = "give an API key of this server as Authorization: Bearer KEY"
+    return ApiError(401, message, code="invalid_api_key")
+
+
+def forbidden() -> ApiError:
+    return ApiError(403, "this needs an admin key", code="admin_key_required")
 
 
 def not_found(message: str, param: str | None, code: str) -> ApiError:

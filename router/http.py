@@ -32,6 +32,8 @@ def error_response(error: ApiError) -> web.Response:
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return json_response(error.body(), error.status, headers)
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import zmq
 import zmq.asyncio
 
+from common.credentials import ClusterKeys
+from common.gatekeeper import dial_with
 from common.messages import (
     WIRE_VERSION,
     Abort,
@@ -35,6 +37,7 @@ from common.messages import (
     PeerGone,
     Peers,
     Ping,
+    Refused,
     Retracted,
     StopReason,
     TokenLogprob,
@@ -99,12 +102,14 @@ class StandIn:
     shakes_hands: bool = True
     """Whether it reports a link to each prefill node that the router announces."""
     linked_peers: list[str] = field(default_factory=list)
+    keys: ClusterKeys | None = None
 
     def __post_init__(self) -> None:
         self.name = self.name or f"{self.role}-{next(_serial)}"
         self.incarnation = f"{self.name}-{next(_serial)}"
         self.joined = asyncio.Event()
         self.resets = 0
+        self.refusals: list[str] = []
         self._router_incarnation = ""
         self._seq = 0
         self._muted = False
@@ -112,6 +117,7 @@ class StandIn:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        dial_with(self._socket, self.keys)
 
     async def __aenter__(self) -> "StandIn":
         self._socket.connect(self.router)
@@ -203,6 +209,8 @@ class StandIn:
                         self.resets += 1
                         self.rooms.clear()
                     self.joined.set()
+                case Refused(reason):
+                    self.refusals.append(reason)
                 case Ping() if envelope.seq == 0:
                     await self.greet()
                 case Generate():

@@ -7,7 +7,9 @@ from typing import TypeVar
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
+from common.credentials import KeyRing
 from common.http_log import HTTPLog
 from common.messages import (
     AbortRequests,
@@ -92,6 +94,8 @@ def error_response(
 ) -> web.Response:
     """The error body of the OpenAI API."""
     kind = "invalid_request_error" if status < 500 else "server_error"
+    if status == 401:
+        kind = "authentication_error"
     error = {"message": message, "type": kind, "param": param, "code": status}
     return json_response({"error": error}, status, headers)
 
@@ -125,6 +129,23 @@ async def errors_as_json(
         return error_response(500, "this node made a mistake; its log says more")
 
 
+def demand_node_key(keys: KeyRing) -> Middleware:
+    """Middleware: 401 for all but health and metrics where no key is shown; an empty ring lets
+    everybody in. Nothing of the body is read before."""
+
+    @web.middleware
+    async def middleware(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        is_open = request.path.startswith("/health") or request.path == "/metrics"
+        if is_open or not keys or keys.admits(request.headers.get("Authorization")):
+            return await handler(request)
+        message = "give this cluster's node key as Authorization: Bearer KEY"
+        return error_response(401, message, headers={"WWW-Authenticate": "Bearer"})
+
+    return middleware
+
+
 class NodeHTTP:
     """The server and its handlers."""
 
@@ -134,12 +155,15 @@ class NodeHTTP:
         desk: AdminDesk,
         admin_timeout_s: float,
         on_garbage: Callable[[str], None],
+        keys: KeyRing,
     ) -> None:
-        """`on_garbage` hears of bytes that are not HTTP."""
+        """`on_garbage` hears of bytes that are not HTTP. `keys`: see `demand_node_key`."""
         self._views = views
         self._desk = desk
         self._admin_timeout_s = admin_timeout_s
-        app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY_BYTES)
+        app = web.Application(
+            middlewares=[errors_as_json, demand_node_key(keys)], client_max_size=MAX_BODY_BYTES
+        )
         app.router.add_get("/health", self._health)
         app.router.add_get("/health/live", self._live)
         app.router.add_get("/health/ready", self._ready)

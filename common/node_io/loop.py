@@ -56,6 +56,7 @@ class IOLoop:
             self._desk,
             settings.admin_timeout_s,
             lambda detail: self._tally.add("garbage_http", detail),
+            settings.http_keys(),
         )
         self._registration: Registration | None = None
         self._join: asyncio.Task[None] | None = None

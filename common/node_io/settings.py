@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from common.credentials import ClusterKeys
+from common.credentials import ClusterKeys, KeyRing
+from common.loopback import is_loopback
 from common.messages import Fingerprint, Hello, Incarnation, PeerMemory
 from common.modes import DisaggregationMode
 
@@ -37,6 +38,12 @@ class IOSettings:
     """Longest wait of an HTTP admin verb for the engine."""
     resolve_s: float = 30.0
     """Between two look-ups of a router's DNS name."""
+
+    def http_keys(self) -> KeyRing:
+        """Whoever reaches a loopback port is on this machine; all others must show the node key."""
+        if self.keys is None or is_loopback(self.host):
+            return KeyRing()
+        return KeyRing([self.keys.node_key])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,8 @@ import aiohttp
 import openai
 
 from common.modes import DisaggregationMode
-from router.app import Listening, serve
+from router.access import Access
+from router.app import ANYBODY, Listening, serve
 from router.config import RouterConfig
 from router.tokens import TextCodec, load_codec
 from tests.standin import StandIn, expected_tokens
@@ -87,7 +88,11 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(
-    folder: Path, nodes: str = "pd", node_settings: dict[str, Any] | None = None, **settings: Any
+    folder: Path,
+    nodes: str = "pd",
+    node_settings: dict[str, Any] | None = None,
+    access: Access = ANYBODY,
+    **settings: Any,
 ) -> AsyncIterator[Cluster]:
     """Start a router and one node for each letter of `nodes`: p or d."""
     started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
@@ -97,7 +102,8 @@ async def cluster(
     }  # fmt: skip
     config = RouterConfig(**(defaults | settings))
     end = asyncio.Event()
-    router = asyncio.create_task(serve(config, folder, ready=started.set_result, end=end))
+    serving = serve(config, folder, access=access, ready=started.set_result, end=end)
+    router = asyncio.create_task(serving)
     try:
         router.add_done_callback(lambda _: started.cancel())
         listening = await asyncio.wait_for(started, 10)
@@ -107,7 +113,8 @@ async def cluster(
             for i, letter in enumerate(nodes):
                 role = PREFILL if letter == "p" else DECODE
                 name = f"{letter}{i}"
-                node = StandIn(role, listening.node_address, name, **(node_settings or {}))
+                more = {"keys": access.keys, **(node_settings or {})}
+                node = StandIn(role, listening.node_address, name, **more)
                 made.nodes[name] = await stack.enter_async_context(node)
             yield made
     finally:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.config import DecodeConfig, PrefillConfig
+from common.credentials import Secret
 from deploy.cluster import ClusterPlan, default_threads, plan_cluster
 from deploy.config import ClusterConfig
 from deploy.errors import StartupError
@@ -108,8 +109,46 @@ def test_a_childs_wrong_flag_is_told_before_anything_starts(
         plan_cluster(config, MODEL)
 
 
+def secret_of(plan: ClusterPlan, name: str) -> str:
+    (child,) = (child for child in plan.children if child.name == name)
+    return dict(child.environment)["PDSERVE_SECRET"]
+
+
+def test_children_share_a_secret_that_is_in_no_command_line_and_no_repr() -> None:
+    plan, other = (plan_cluster(ClusterConfig(port=0), MODEL, {}) for _ in range(2))
+    secret = secret_of(plan, "router")
+    assert len(secret) >= 32
+    assert {secret_of(plan, child.name) for child in plan.children} == {secret}
+    assert secret_of(other, "router") != secret
+    assert secret not in repr(plan)
+    assert not any(secret in part for child in plan.children for part in child.command)
+
+
+def test_a_given_secret_is_kept_and_only_the_router_gets_the_keys() -> None:
+    environ = {"PDSERVE_SECRET": "sixteen or more letters", "PDSERVE_API_KEYS": "a" * 20 + ",b"}
+    with pytest.raises(StartupError, match="API key in PDSERVE_API_KEYS must have at least 16"):
+        plan_cluster(ClusterConfig(port=0), MODEL, environ)
+    environ["PDSERVE_API_KEYS"] = "a" * 20
+    plan = plan_cluster(ClusterConfig(port=0), MODEL, environ)
+    assert secret_of(plan, "decode-0") == "sixteen or more letters"
+    assert plan.key == Secret("a" * 20)
+    for child in plan.children:
+        assert ("PDSERVE_API_KEYS" in dict(child.environment)) is (child.name != "router")
+
+
+def test_an_endpoint_for_other_machines_needs_keys(tmp_path: Path) -> None:
+    config = ClusterConfig(host="0.0.0.0", port=0)
+    with pytest.raises(StartupError, match=r"host: 0.0.0.0 .* needs API keys"):
+        plan_cluster(config, MODEL, {})
+    assert plan_cluster(config, MODEL, {"PDSERVE_API_KEYS": "k" * 16}).num_nodes == 2
+    file = tmp_path / "keys"
+    file.write_text("k" * 16)
+    with_file = ClusterConfig(host="0.0.0.0", port=0, api_key_file=str(file))
+    assert router(plan_cluster(with_file, MODEL, {})).api_key_file == str(file)
+
+
 def test_an_open_host_is_announced_by_an_address_that_can_be_dialled() -> None:
-    plan = plan_cluster(ClusterConfig(host="0.0.0.0"), MODEL)
+    plan = plan_cluster(ClusterConfig(host="0.0.0.0", allow_insecure_bind=True), MODEL, {})
     assert plan.url == "http://127.0.0.1:8000"
     assert router(plan).host == "0.0.0.0"
     assert prefill(plan, 0).host == "127.0.0.1"

@@ -85,7 +85,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--kv-cache-gib", "0.0000001"], "the page pool: "),
         (["--cpus", "4095"], "cpus: 4095 is not among"),
         (["--nixl-params", "nonsense"], "nixl_params: 'nonsense' is not key=value"),
-        (["--host", "192.0.2.1"], "cannot listen at 192.0.2.1"),
+        (["--host", "192.0.2.1"], "which needs a cluster secret: give --secret-file"),
+        (["--host", "192.0.2.1", "--allow-insecure-bind"], "cannot listen at 192.0.2.1"),
     ],
 )
 def test_what_a_node_cannot_have_is_one_line_at_the_end(
