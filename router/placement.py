@@ -60,8 +60,8 @@ class Placement:
     def has_room(self, tokens_per_s: float) -> bool:
         """Whether some pair of nodes would take a small request at once."""
         prefills, decodes = self._candidates(set(), tokens_per_s)
-        open_groups = {c.fingerprint for c in decodes if c.room > 0}
-        return any(c.room > 0 and c.fingerprint in open_groups for c in prefills)
+        open_groups = {c.fingerprint for c in decodes if c.is_open}
+        return any(c.is_open and c.fingerprint in open_groups for c in prefills)
 
     def tokens_to_prefill(self) -> int:
         """Prompt tokens that prefill nodes still have to compute."""
@@ -92,7 +92,6 @@ class Placement:
             prefills,
             decodes,
             tokens=job.max_total_tokens,
-            wants=job.held_tokens,
             avoid=job.avoid,
             prefer=job.prefer,
             choose_prefill=self._choose_prefill,

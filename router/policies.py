@@ -22,8 +22,8 @@ class Candidate:
     capacity_tokens: int
     load: float
     """What waits or runs there, in one unit for all candidates of a role; smaller is better."""
-    room: int
-    """Tokens of KV that a new attempt may want there now; 0 when it has enough to do."""
+    is_open: bool = True
+    """Whether it takes one more attempt now; not when it has enough to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,12 @@ def pick_pair(
     decodes: Sequence[Candidate],
     *,
     tokens: int,
-    wants: int,
     avoid: Set[Incarnation],
     prefer: Incarnation | None,
     choose_prefill: Choose,
     choose_decode: Choose,
 ) -> Pair | Full | None:
-    """Choose the two nodes of an attempt that may need `tokens` tokens of KV, and `wants` now.
+    """Choose the two nodes of an attempt that may need `tokens` tokens of KV on each.
 
     `prefer` is a prefill node that still has this request's prefix. None: nobody can ever take it.
     """
@@ -105,11 +104,11 @@ def pick_pair(
     able = _without(able, avoid)
     groups = {c.fingerprint for c in able}
     fitting = [c for group in groups for c in _without(partners[group], avoid)]
-    open_decodes = [c for c in fitting if c.room >= wants]
+    open_decodes = [c for c in fitting if c.is_open]
     open_groups = _by_fingerprint(open_decodes)
-    open_prefills = [c for c in able if c.room > 0 and c.fingerprint in open_groups]
+    open_prefills = [c for c in able if c.is_open and c.fingerprint in open_groups]
     if not open_prefills:
-        waits_for = [c for c in able if c.room <= 0] if open_decodes else fitting
+        waits_for = [c for c in able if not c.is_open] if open_decodes else fitting
         return Full(frozenset(c.incarnation for c in waits_for))
     preferred = [c for c in open_prefills if c.incarnation == prefer]
     prefill = choose_prefill(preferred or open_prefills)

@@ -22,10 +22,10 @@ def candidate(
     load: float = 0.0,
     capacity: int = 1000,
     page_size: int = 16,
-    room: int | None = None,
+    is_open: bool = True,
 ) -> Candidate:
     fingerprint = msgspec.structs.replace(FINGERPRINT, page_size=page_size)
-    return Candidate(name, fingerprint, capacity, load, capacity if room is None else room)
+    return Candidate(name, fingerprint, capacity, load, is_open)
 
 
 def pick(
@@ -40,7 +40,6 @@ def pick(
         prefills,
         decodes,
         tokens=tokens,
-        wants=tokens,
         avoid=avoid or set(),
         prefer=prefer,
         choose_prefill=round_robin(),
