@@ -66,7 +66,7 @@ def plan_cluster(
     port = _bindable_port(config.host, config.port)
     node_port = _bindable_port(LOOPBACK, 0)
     name = config.served_model_name or Path(config.model).name
-    common = ["--model", str(model), "--served-model-name", name]
+    common = ["--model", str(model), "--served-model-name", name, "--drain-s", str(config.drain_s)]
     router = [
         *common, "--host", config.host, "--port", str(port), "--node-host", LOOPBACK,
         "--node-port", str(node_port), *_access_flags(config), *shlex.split(config.router_args),
@@ -164,9 +164,8 @@ def run_cluster(config: ClusterConfig) -> int:
 
 
 async def _serve(config: ClusterConfig, plan: ClusterPlan) -> int:
-    supervisor = Supervisor(
-        plan.children, restart=config.restart, stop_timeout_s=config.stop_timeout_s
-    )
+    patience_s = config.drain_s + config.stop_timeout_s
+    supervisor = Supervisor(plan.children, restart=config.restart, stop_timeout_s=patience_s)
     asked_to_end = asyncio.Event()
     _on_signals(asked_to_end, supervisor)
     supervisor.start()
@@ -192,11 +191,13 @@ async def _serve(config: ClusterConfig, plan: ClusterPlan) -> int:
 
 
 def _on_signals(asked_to_end: asyncio.Event, supervisor: Supervisor) -> None:
-    """The first signal ends the cluster cleanly, a second one at once."""
+    """The first signal drains the cluster, a second one ends it at once."""
 
     def end() -> None:
         if asked_to_end.is_set():
             supervisor.kill()
+        else:
+            say("draining; a second signal ends it at once")
         asked_to_end.set()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -65,13 +65,17 @@ class ClusterConfig:
     """Start a child again that dies after the cluster was ready."""
     start_timeout_s: float = 600.0
     """How long the children may take until a request can be served."""
+    drain_s: float = 30.0
+    """Asked to end, the cluster lets requests finish for so long; a second signal ends it."""
     stop_timeout_s: float = 10.0
-    """How long the children may take to end before they are killed."""
+    """How long beyond drain_s the children may take to end before they are killed."""
 
     def __post_init__(self) -> None:
         for field in ("prefill", "decode", "start_timeout_s", "stop_timeout_s"):
             if getattr(self, field) <= 0:
                 raise ValueError(f"{field} must be positive, not {getattr(self, field)}")
+        if self.drain_s < 0:
+            raise ValueError(f"drain_s must not be negative, not {self.drain_s}")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be in [0, 65535], not {self.port}")
         for field in ("prefill_args", "decode_args", "router_args"):

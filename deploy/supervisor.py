@@ -151,10 +151,10 @@ class Supervisor:
     async def stop(self) -> None:
         """Ask every child to end, kill what has not after the bound, and take all in.
 
-        The essential ones go last, so that the others can still take their leave of them.
+        The essential ones go first and see their work done by the others, which stay until then.
         """
         self._stopping.set()
-        for essential in (False, True):
+        for essential in (True, False):
             leaving = [
                 (child, keeper)
                 for child, keeper in zip(self._children, self._keepers, strict=False)

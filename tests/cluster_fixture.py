@@ -143,9 +143,10 @@ def cluster(model: Path, prefill: int = 1, decode: int = 1, **flags: object) -> 
     """Start a cluster on free ports, wait until it is ready, end it afterwards.
 
     `flags` are those of `pdserve cluster` (`num_pages=32`, `prefill_args="--ucx-tls tcp"`,
-    `restart=False`). float32, 128 pages of 16 tokens and one torch thread a node if not given.
+    `restart=False`). float32, 128 pages of 16 tokens, one torch thread a node and 2 s for a drain
+    if not given.
     """
-    given = {"dtype": "float32", "num_pages": 128, "port": 0, **flags}
+    given = {"dtype": "float32", "num_pages": 128, "port": 0, "drain_s": 2.0, **flags}
     command = [sys.executable, "-m", "deploy.cli", "cluster", "--model", str(model)]
     command += ["--prefill", str(prefill), "--decode", str(decode)]
     for name, value in given.items():

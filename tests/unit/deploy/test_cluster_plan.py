@@ -50,6 +50,11 @@ def test_children_agree_on_where_to_meet_and_what_to_serve() -> None:
     assert decode(plan, 2).name == "decode-2"
 
 
+def test_every_child_drains_as_long_as_the_cluster() -> None:
+    plan = plan_cluster(ClusterConfig(model="m", drain_s=7.0, port=0), MODEL)
+    assert [c.drain_s for c in (router(plan), prefill(plan, 0), decode(plan, 0))] == [7.0] * 3
+
+
 def test_shared_settings_reach_every_node() -> None:
     shared = {"dtype": "float32", "max_model_len": 64, "page_size": 8, "num_pages": 32}
     config = ClusterConfig(**shared, max_running_requests=4, chunk_size=128)  # type: ignore[arg-type]

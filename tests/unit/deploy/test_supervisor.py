@@ -148,6 +148,28 @@ def test_a_child_that_will_not_end_is_killed(tmp_path: Path) -> None:
     assert not psutil.pid_exists(int(said(tmp_path)[0]))
 
 
+def test_the_essential_child_ends_first_while_the_others_still_work(tmp_path: Path) -> None:
+    """The router's streams are finished by the nodes."""
+    path = str(tmp_path / "said")
+
+    def ends_slowly(name: str) -> str:
+        return (
+            "import signal, sys, time\n"
+            "def end(*_):\n"
+            f"    time.sleep(0.2); print('{name}', file=open({path!r}, 'a')); sys.exit(0)\n"
+            "signal.signal(signal.SIGTERM, end)\n"
+            f"print('up', file=open({path!r}, 'a'))\n"
+            "time.sleep(100)"
+        )
+
+    async def script(supervisor: Supervisor) -> None:
+        await until(lambda: said(tmp_path) == ["up", "up"])
+
+    names = ("node", "router")
+    run([child(n, ends_slowly(n), essential=n == "router") for n in names], script)
+    assert said(tmp_path)[2:] == ["router", "node"]
+
+
 def test_stopping_ends_the_wait_for_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "FIRST_DELAY_S", 100.0)
     started = time.monotonic()
