@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from common.config import DecodeConfig, PrefillConfig
+from deploy.access import node_keys, router_access
 from deploy.flags import parse_flags
 from router.config import RouterConfig
 
@@ -23,7 +24,7 @@ SETTINGS: dict[str, type] = {
 @pytest.fixture(scope="module")
 def compose() -> dict[str, Any]:
     text = (DEPLOY / "compose.yaml").read_text()
-    defaults = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+    defaults = re.sub(r"\$\{\w+:[-?]([^}]*)\}", r"\1", text)
     loaded: dict[str, Any] = yaml.safe_load(defaults)
     return loaded
 
@@ -44,8 +45,27 @@ def test_nodes_dial_the_router_where_it_listens(compose: dict[str, Any]) -> None
         assert node.router == (f"tcp://router:{router.node_port}",)
         assert "router" in services[role]["depends_on"]
         health = services[role]["healthcheck"]["test"][-1]
-        assert f":{node.port}/health" in health
+        assert f":{node.port}/health/ready'" in health
     assert services["router"]["ports"] == [f"8000:{router.port}"]
+
+
+@pytest.mark.parametrize("service", SETTINGS)
+def test_a_container_is_given_the_time_to_drain(compose: dict[str, Any], service: str) -> None:
+    described = compose["services"][service]
+    config: Any = parse_flags(SETTINGS[service], service, described["command"][1:])
+    grace_s = float(described["stop_grace_period"].removesuffix("s"))
+    assert grace_s >= config.drain_s + 20.0
+
+
+@pytest.mark.parametrize("service", SETTINGS)
+def test_the_bind_rules_are_met(compose: dict[str, Any], service: str) -> None:
+    described = compose["services"][service]
+    config: Any = parse_flags(SETTINGS[service], service, described["command"][1:])
+    given = dict.fromkeys(described["environment"], "0123456789abcdef0123456789abcdef")
+    if isinstance(config, RouterConfig):
+        assert router_access(config, given).api
+    else:
+        assert node_keys(config, given) is not None
 
 
 def test_every_service_is_built_from_the_dockerfile_and_shares_the_models(

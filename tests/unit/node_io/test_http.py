@@ -13,10 +13,20 @@ from typing import Any
 import pytest
 
 from common.events import AdminDone, AdminRequest
-from common.messages import AbortRequests, AdminVerb, Continue, FlushCache, NodeStats, Pause
+from common.messages import (
+    AbortRequests,
+    AdminVerb,
+    Continue,
+    Drain,
+    FlushCache,
+    Heartbeat,
+    NodeState,
+    NodeStats,
+    Pause,
+)
 from common.modes import PauseMode
 from common.stats import StageSample
-from tests.unit.node_io.rig import REGISTRATION, Engine, eventually, prefill
+from tests.unit.node_io.rig import REGISTRATION, Engine, FakeRouter, eventually, prefill
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,48 @@ def test_health_follows_the_engine() -> None:
         assert "turn" in ask(url).json["reason"]
         engine.io.publish(NodeStats())
         assert ask(url).status == 200
+
+
+def test_ready_means_registered_joined_and_not_leaving(router: FakeRouter) -> None:
+    with prefill(router.address, stuck_engine_s=30.0) as engine:
+        url = engine.io.url + "/health/ready"
+
+        def reason() -> str:
+            answer = ask(url)
+            assert (answer.status == 503) is ("reason" in answer.json)
+            return str(answer.json.get("reason", ""))
+
+        assert ask(engine.io.url + "/health/live").status == 200
+        assert "starting" in reason()
+        engine.io.announce(REGISTRATION)
+        engine.io.publish(NodeStats())
+        eventually(lambda: "no router" in reason())
+        router.welcome()
+        eventually(lambda: reason() == "")
+        engine.io.publish(NodeStats(state=NodeState.PAUSED))
+        assert reason() == ""
+        engine.io.publish(NodeStats(state=NodeState.DRAINING))
+        assert "draining" in reason()
+        assert ask(engine.io.url + "/health").status == 200
+        assert ask(engine.io.url + "/health/live").status == 200
+
+
+def test_a_new_state_reaches_the_router_before_the_next_heartbeat(router: FakeRouter) -> None:
+    with prefill(router.address, heartbeat_s=30.0, router_timeout_s=60.0) as engine:
+        engine.io.announce(REGISTRATION)
+        router.welcome()
+        engine.io.publish(NodeStats(state=NodeState.DRAINING))
+        beat = router.await_body(Heartbeat).body
+        assert isinstance(beat, Heartbeat)
+        assert beat.stats.state is NodeState.DRAINING
+
+
+def test_a_drain_is_answered_before_the_process_ends() -> None:
+    with prefill() as engine, answering(engine, AdminDone(0, True, "draining")) as verbs:
+        answer = ask(engine.io.url + "/drain", b"")
+        engine.io.close()
+    assert (answer.status, answer.json["message"]) == (200, "draining")
+    assert verbs == [Drain()]
 
 
 def test_an_engine_that_waits_for_work_is_not_stuck() -> None:

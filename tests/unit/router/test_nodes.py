@@ -224,3 +224,52 @@ def test_fingerprints_compare_every_field() -> None:
         other = value + 1 if isinstance(value, int) else value + "x"
         wire.say("d", 1, hello(DECODE, "d", **{field: other}), to="")
         assert field in (wire.registry.missing() or "")
+
+
+# ---------------------------------------------------------------- who should shake hands
+
+
+def test_decode_is_told_of_its_prefill_nodes_once_for_each_change() -> None:
+    wire = Wire()
+    wire.join("d", DECODE)
+    assert wire.registry.announcements() == []
+    wire.join("p1")
+    odd = msgspec.structs.replace(FINGERPRINT, dtype="bfloat16")
+    wire.say("p2", 1, msgspec.structs.replace(hello(PREFILL, "p2"), fingerprint=odd), to="")
+    ((node, peers),) = wire.registry.announcements()
+    assert (node.incarnation, [peer.incarnation for peer in peers.nodes]) == ("d", ["p1"])
+    assert peers.nodes[0].address == wire.node("p1").hello.side_channel
+    assert wire.registry.announcements() == []
+    wire.say("p1", 2, Heartbeat(stats=NodeStats(state=NodeState.DRAINING), step_age_s=0.0))
+    assert [peers.nodes for _, peers in wire.registry.announcements()] == [[]]
+    wire.join("d", DECODE)  # it greets anew and has forgotten everything
+    wire.join("p3")
+    assert [len(peers.nodes) for _, peers in wire.registry.announcements()] == [1]
+
+
+def test_ready_needs_a_pair_that_works_and_has_shaken_hands() -> None:
+    wire = Wire()
+    assert "prefill" in str(wire.registry.unready())
+    wire.join("p")
+    assert "decode" in str(wire.registry.unready())
+    wire.join("d", DECODE)
+    assert "shaken hands" in str(wire.registry.unready())
+    linked = NodeStats(linked_peers=["gone", "p"])
+    wire.say("d", 2, Heartbeat(stats=linked, step_age_s=0.0))
+    assert wire.registry.unready() is None
+    paused = msgspec.structs.replace(linked, state=NodeState.PAUSED)
+    wire.say("d", 3, Heartbeat(stats=paused, step_age_s=0.0))
+    assert wire.registry.unready() is None
+    draining = msgspec.structs.replace(linked, state=NodeState.DRAINING)
+    wire.say("d", 4, Heartbeat(stats=draining, step_age_s=0.0))
+    assert "decode" in str(wire.registry.unready())
+
+
+def test_a_name_is_free_again_while_its_bearer_leaves() -> None:
+    wire = Wire()
+    wire.say("old", 1, hello(PREFILL, "same"), to="")
+    wire.say("old", 2, Heartbeat(stats=NodeStats(state=NodeState.DRAINING), step_age_s=0.0))
+    received = wire.say("new", 1, hello(PREFILL, "same"), to="")
+    assert received.joined
+    assert received.replaced == ()
+    assert wire.node("old").linked
