@@ -19,7 +19,7 @@ from aiohttp import web
 from router.errors import ApiError
 from router.http import HttpLimits
 
-CUT_OFF_GRACE_S = 5.0
+CUT_OFF_GRACE_S = 2.0
 """How long a connection that is cut off may take to deliver what was written."""
 
 _encode = msgspec.json.Encoder().encode
@@ -109,14 +109,17 @@ class SseStream:
         await self._response.write_eof(lines)
 
     async def _cut_off(self, error: ApiError) -> None:
-        """Write the error behind what the client has not read, and close without waiting for it."""
+        """Write the error behind what the client has not read, and close."""
         transport = self._request.transport
         if transport is None:
             return
         with suppress(ConnectionError, RuntimeError):  # gone meanwhile, or at its end already
             await self._response.write(_lines([error.body()]))
-        transport.close()
-        asyncio.get_running_loop().call_later(CUT_OFF_GRACE_S, transport.abort)
+        transport.close()  # once all is delivered this task is cancelled, like when a client leaves
+        try:
+            await asyncio.sleep(CUT_OFF_GRACE_S)
+        finally:
+            transport.abort()
 
 
 def _lines(bodies: Sequence[dict[str, Any]]) -> bytes:

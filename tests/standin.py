@@ -90,6 +90,7 @@ class StandIn:
     name: str = ""
     num_pages: int = 64
     max_model_len: int = 512
+    max_running_requests: int = 8
     fingerprint: Fingerprint = FINGERPRINT
     step_s: float = 0.005
     heartbeat_s: float = 0.05
@@ -170,7 +171,7 @@ class StandIn:
                 served_model_name="standin",
                 fingerprint=self.fingerprint,
                 max_model_len=self.max_model_len,
-                max_running_requests=8,
+                max_running_requests=self.max_running_requests,
                 num_pages=self.num_pages,
                 side_channel=f"tcp://{self.name}:1",
             )
