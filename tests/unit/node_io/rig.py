@@ -5,10 +5,11 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import zmq
 
+from common.credentials import ClusterKeys
 from common.events import Event
 from common.messages import (
     WIRE_VERSION,
@@ -95,12 +96,17 @@ class FakeRouter:
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", incarnation: str = "r1") -> None:
         self.context = context
+        self.keys: ClusterKeys | None = None
         self.incarnation = incarnation
         self.open("tcp://127.0.0.1:*")
 
     def open(self, address: str) -> None:
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.linger = 0
+        if self.keys is not None:
+            self.socket.curve_server = 1
+            self.socket.curve_secretkey = self.keys.curve_secret
+            self.socket.curve_publickey = self.keys.curve_public
         try:
             self.socket.bind(address)
         except zmq.ZMQError:
@@ -157,7 +163,7 @@ class FakeRouter:
         return hello.body
 
 
-def settings(*routers: str, **changes: float) -> IOSettings:
+def settings(*routers: str, **changes: Any) -> IOSettings:
     defaults = {
         "heartbeat_s": HEARTBEAT_S,
         "router_timeout_s": SILENCE_S,
@@ -165,7 +171,7 @@ def settings(*routers: str, **changes: float) -> IOSettings:
         "stuck_engine_s": 0.3,
         "admin_timeout_s": 0.5,
     }
-    return IOSettings(routers=routers, **{**defaults, **changes})  # type: ignore[arg-type]
+    return IOSettings(routers=routers, **{**defaults, **changes})
 
 
 def identity(role: DisaggregationMode, incarnation: str) -> NodeIdentity:
@@ -173,7 +179,7 @@ def identity(role: DisaggregationMode, incarnation: str) -> NodeIdentity:
 
 
 @contextlib.contextmanager
-def prefill(*routers: str, incarnation: str = "p1", **changes: float) -> Iterator[Engine]:
+def prefill(*routers: str, incarnation: str = "p1", **changes: Any) -> Iterator[Engine]:
     """A started prefill node's I/O."""
     who = identity(DisaggregationMode.PREFILL, incarnation)
     io = NodeIO(who, settings(*routers, **changes), PeerServer())
@@ -185,7 +191,7 @@ def prefill(*routers: str, incarnation: str = "p1", **changes: float) -> Iterato
 
 
 @contextlib.contextmanager
-def decode(*routers: str, incarnation: str = "d1", **changes: float) -> Iterator[Engine]:
+def decode(*routers: str, incarnation: str = "d1", **changes: Any) -> Iterator[Engine]:
     """A started decode node's I/O."""
     who = identity(DisaggregationMode.DECODE, incarnation)
     io = NodeIO(who, settings(*routers, **changes), PeerDialler(lease_s=10.0))

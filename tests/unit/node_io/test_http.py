@@ -40,8 +40,11 @@ class Answer:
         return json.loads(self.text)
 
 
-def ask(url: str, body: bytes | None = None, method: str | None = None) -> Answer:
-    request = urllib.request.Request(url, data=body, method=method)
+def ask(
+    url: str, body: bytes | None = None, method: str | None = None, key: str | None = None
+) -> Answer:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(url, data=body, headers=headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=5) as response:
             return Answer(response.status, dict(response.headers), response.read().decode())

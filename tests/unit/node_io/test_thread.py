@@ -86,7 +86,7 @@ def test_a_port_in_use_is_an_error_at_start(what: str) -> None:
 
 def test_an_unknown_host_is_an_error_at_start() -> None:
     who = identity(DisaggregationMode.PREFILL, "p1")
-    io = NodeIO(who, settings(host="no.such.host.invalid"), PeerServer())  # type: ignore[arg-type]
+    io = NodeIO(who, settings(host="no.such.host.invalid"), PeerServer())
     with pytest.raises(CannotBind, match=r"no\.such\.host"):
         io.start()
 
