@@ -11,6 +11,7 @@ DISCONNECTED of the same descriptor (one I/O thread a context makes them).
 
 import asyncio
 import errno
+import logging
 import os
 import socket as tcp
 from collections.abc import Callable
@@ -170,7 +171,10 @@ class Door:
         if failure is None and num_succeeded == self._num_succeeded:
             failure = "what it sends is no ZMTP"  # nobody succeeded meanwhile, nor did this one
         if failure is None:
+            # It left, or ZMQ dropped it for a message over the limit: nothing tells which.
             self._tally.counts["closed_connections"] += 1
+            host = (peer or "").rpartition(":")[0]
+            self._tally.tell("closed_connections", f"from {peer}", host, logging.INFO)
             return
         self._tally.counts["refused_connections"] += 1
         if peer is None:

@@ -24,10 +24,12 @@ class Tally:
         self.counts[what] += 1
         self.tell(what, detail, key)
 
-    def tell(self, what: str, detail: str = "", key: str = "") -> None:
+    def tell(
+        self, what: str, detail: str = "", key: str = "", level: int = logging.WARNING
+    ) -> None:
         """Say, as often as `add` would, what has been counted already."""
         if self._may_log((what, key), time.monotonic()):
-            self._log.warning("%s (%d so far) %s", what, self.counts[what], detail)
+            self._log.log(level, "%s (%d so far) %s", what, self.counts[what], detail)
 
     def _may_log(self, line: tuple[str, str], now: float) -> bool:
         """The dict is in order of time, so what is old is in front; it never grows for long."""

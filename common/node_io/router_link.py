@@ -46,6 +46,7 @@ class RouterLink:
         self._last: Incarnation | None = None
         self._sent = 0
         self._expected = 0
+        self._last_body: ToNode | None = None
         self._heard_at = 0.0
         self._greet_at = 0.0
         self.router: Incarnation | None = None
@@ -84,7 +85,10 @@ class RouterLink:
                 return Received(lost=self.lose())
             return Received(dropped="stale_router_messages")
         self._heard_at = now
-        expected, self._expected = self._expected, envelope.seq + 1
+        expected = self._expected
+        if 0 < envelope.seq == expected - 1 and body == self._last_body:
+            return Received(dropped="repeated_router_messages")
+        self._expected, self._last_body = envelope.seq + 1, body
         if envelope.seq != expected:
             return Received(lost=self.lose(), dropped="router_sequence_gaps")
         return Received(body=body)
@@ -100,6 +104,7 @@ class RouterLink:
         while source in self._past:
             self._past.remove(source)
         self.router = self._last = source
+        self._last_body = None
         self._heard_at = now
         self._expected = envelope.seq + 1
         return Received(body=body, lost=lost)

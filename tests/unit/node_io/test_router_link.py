@@ -75,6 +75,15 @@ def test_a_node_that_greets_takes_nothing_but_a_welcome(body: ToNode) -> None:
     assert it.router == "r1"
 
 
+def test_a_message_that_comes_twice_counts_once() -> None:
+    it = link()
+    assert it.receive(envelope(ABORT, seq=2), 100.0).body == ABORT
+    for _ in range(2):
+        assert it.receive(envelope(ABORT, seq=2), 100.0).dropped == "repeated_router_messages"
+    assert it.receive(envelope(Abort(2), seq=3), 100.0).body == Abort(2)
+    assert it.receive(envelope(ABORT, seq=2), 100.0).lost == "r1", "older ones are no repetition"
+
+
 def test_numbers_restart_with_each_welcome() -> None:
     it = link()
     assert it.receive(envelope(ABORT, seq=2), 100.0).body == ABORT
