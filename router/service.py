@@ -280,8 +280,11 @@ class RouterService:
         received = self.registry.receive(routing_id, envelope, now)
         if received.dropped is not None:
             self.counters[received.dropped] += 1
-        if received.refused is not None:
-            self._refuse(routing_id, envelope, received.refused)
+            if received.refused is not None:
+                self._refuse(routing_id, envelope, received.refused)
+            else:
+                what = f"{type(body).__name__} of {source[:200]}"
+                self._tally.tell(received.dropped, what)
         if received.greet_me:
             self._link.send(routing_id, self.registry.greet_me(source))
         if received.loss is not None:
