@@ -92,6 +92,11 @@ class Stream:
         return self.tokens == self.work.answer[: len(self.tokens)]
 
     @property
+    def claims_too_much(self) -> bool:
+        """It says that it is whole, and is not the answer."""
+        return self.end is End.DONE and self.tokens != self.work.answer
+
+    @property
     def ended_truly(self) -> bool:
         """Right, or a right beginning with an end that says that it is not all."""
         failed = self.end in (End.ERROR, End.CUT, End.ABORTED) and self.ends <= 1
@@ -166,6 +171,9 @@ class Load:
         for task in self._tasks:
             if not task.cancelled() and (error := task.exception()) is not None:
                 raise error
+        for stream in self.streams:
+            if stream.end is None:  # it left before it had asked
+                stream.close(End.LEFT)
 
     def went_on_after(self, since: float) -> float:
         """Seconds from `since` until the last of the streams had gone on or ended."""

@@ -145,6 +145,14 @@ class Arena:
         replays = await self._replays() - (0 if answered is not None else before)
         return Outcome(cell, gone_on, time.monotonic() - began, whole, replays)
 
+    async def mend(self) -> None:
+        """After a cell that failed: everybody runs, so that the next one can be judged."""
+        for member in self.fleet.members.values():
+            member.signal(signal.SIGCONT)
+            if not member.is_alive:
+                member.start()
+        await self.fleet.ready(BACK_TIMEOUT_S)
+
     def _victim(self, role: str) -> Member:
         """Each of a role in turn."""
         self._turn += 1

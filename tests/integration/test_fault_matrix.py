@@ -23,6 +23,7 @@ def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_nothing_is_lost(cell: Cell, arena: Arena) -> None:
     async def run() -> None:
+        await arena.mend()
         async with showing_logs(arena.fleet):
             await arena.run(cell)
 
