@@ -129,7 +129,9 @@ class Member:
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def log_end(self) -> str:
-        return "\n".join(f"  {line}" for line in self.log().splitlines()[-LOG_LINES_SHOWN:])
+        """The last lines, without the one for each request."""
+        lines = [line for line in self.log().splitlines() if '"request_end"' not in line]
+        return "\n".join(f"  {line}" for line in lines[-LOG_LINES_SHOWN:])
 
 
 class Fleet:
@@ -153,6 +155,11 @@ class Fleet:
     def url(self) -> str:
         """The first router's."""
         return self.routers[0].url
+
+    @property
+    def urls(self) -> list[str]:
+        """Every router's."""
+        return [router.url for router in self.routers]
 
     def start(self) -> None:
         for member in self.members.values():

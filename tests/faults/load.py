@@ -61,7 +61,9 @@ class Stream:
     """One client's view of one request."""
 
     work: Work
-    rid: str | None = None
+    url: str
+    """The router it is asked of."""
+    rid: str
     """The client's own name for it, for aborts."""
     tokens: list[int] = field(default_factory=list)
     end: End | None = None
@@ -124,9 +126,11 @@ class Stream:
 class Load:
     """Use as a context: begins all streams at once, leaves none behind."""
 
-    def __init__(self, url: str, works: Sequence[Work], **sampling: Any) -> None:
-        self.streams = [Stream(work, f"load-{uuid4().hex}") for work in works]
-        self._url = url
+    def __init__(self, urls: Sequence[str], works: Sequence[Work], **sampling: Any) -> None:
+        """`urls`: routers, asked in turn."""
+        self.streams = [
+            Stream(work, urls[i % len(urls)], f"load-{uuid4().hex}") for i, work in enumerate(works)
+        ]
         self._sampling = sampling
         self._tasks: list[asyncio.Task[None]] = []
         self._session: aiohttp.ClientSession
@@ -136,7 +140,7 @@ class Load:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
         self._tasks = [
-            asyncio.create_task(follow(self._session, self._url, stream, **self._sampling))
+            asyncio.create_task(follow(self._session, stream, **self._sampling))
             for stream in self.streams
         ]
         return self
@@ -181,14 +185,17 @@ class Load:
         return max((at - since for at in times if at is not None), default=0.0)
 
 
-async def follow(session: aiohttp.ClientSession, url: str, stream: Stream, **sampling: Any) -> None:
+async def follow(session: aiohttp.ClientSession, stream: Stream, **sampling: Any) -> None:
     """Ask for a stream and write down all that comes, to whatever end."""
-    params = {"temperature": 0, "max_new_tokens": len(stream.work.answer), "ignore_eos": True}
-    body = {"input_ids": stream.work.prompt, "sampling_params": params | sampling, "stream": True}
-    if stream.rid is not None:
-        body["rid"] = stream.rid
+    params: dict[str, Any] = {
+        "temperature": 0,
+        "max_new_tokens": len(stream.work.answer),
+        "ignore_eos": True,
+    }
+    body: dict[str, Any] = {"input_ids": stream.work.prompt, "sampling_params": params | sampling}
+    body |= {"stream": True, "rid": stream.rid}
     try:
-        async with session.post(url + "/generate", json=body) as response:
+        async with session.post(stream.url + "/generate", json=body) as response:
             if response.status != 200:
                 stream.terminal(End.ERROR, f"{response.status} {await response.text()}")
             elif not await _read(response, stream):

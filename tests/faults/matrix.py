@@ -1,8 +1,10 @@
 """The fault matrix: who is struck, by what, and where the requests are at that moment.
 
-One cell: 20 streams begin on two prefill and two decode nodes; when the victim is *seen* holding
-requests in the cell's phase, the fault strikes. Then all clients have their true end, the victim is
-back, idle nodes have every page, a new request is right and no process holds more than before.
+One cell: 20 streams begin on two prefill and two decode nodes, half of them through each of two
+routers, which together give the nodes more than they have pages for. When the victim is *seen*
+holding requests in the cell's phase, the fault strikes. Then all clients have their true end, the
+victim is back, idle nodes have every page, new requests are right and no process holds more than
+before.
 """
 
 import asyncio
@@ -40,6 +42,10 @@ NODE_FLAGS = {
 }  # fmt: skip
 """Pools for about four requests, so that some wait for pages; short leases, so that pages of a dead
 prefill node are home in seconds."""
+
+
+PATIENT = {"max_queue_s": 3600, "max_kv_oversubscription": 1000}
+"""Flags of a router that refuses nobody, however slow the machine is."""
 
 
 class Fault(StrEnum):
@@ -85,7 +91,7 @@ class Outcome:
 
 
 class Arena:
-    """Two prefill nodes, two decode nodes, a router, a load, and what is normal for them."""
+    """Two prefill nodes, two decode nodes, two routers, a load, and what is normal for them."""
 
     def __init__(self, fleet: Fleet, model: Path) -> None:
         self.fleet = fleet
@@ -98,7 +104,15 @@ class Arena:
     def prepare(cls, folder: Path) -> Self:
         """Make the model and the answers; nothing is started yet."""
         model = make_tiny_model("llama", folder / "model", **MODEL)
-        fleet = plan_fleet(model, folder, prefill=2, decode=2, node_flags=NODE_FLAGS)
+        fleet = plan_fleet(
+            model,
+            folder,
+            prefill=2,
+            decode=2,
+            routers=2,
+            node_flags=NODE_FLAGS,
+            router_flags=PATIENT,
+        )
         return cls(fleet, model)
 
     async def warm_up(self) -> None:
@@ -119,7 +133,7 @@ class Arena:
         for work in self.works[:CONFIRMED]:
             assert work.answer == oracle.answer(work.prompt, len(work.answer))
         for _ in range(2):
-            async with Load(self.fleet.url, self.works) as load:
+            async with Load(self.fleet.urls, self.works) as load:
                 await load.finish()
             _judge(load.streams, must_be_whole=True)
             await self.wait_idle()
@@ -130,19 +144,24 @@ class Arena:
         began = time.monotonic()
         await self.wait_idle()
         await self._flush()
-        before = await self._replays()
         victim = self._victim(cell.role)
-        async with Load(self.fleet.url, self.works) as load:
+        before = await self._replays()
+        async with Load(self.fleet.urls, self.works) as load:
             struck = await self._strike(cell, victim)
             answered = await self._after(cell, victim, load)
-        whole = _judge(load.streams, must_be_whole=_must_be_whole(cell))
+        lost = [stream for stream in load.streams if stream.url == victim.url]
+        kept = [stream for stream in load.streams if stream.url != victim.url]
+        # Nobody but the router knows its requests; whatever else ends, they must not notice.
+        whole = _judge(lost, must_be_whole=cell.fault is Fault.STOP)
+        whole += _judge(kept, must_be_whole=True)
         gone_on = load.went_on_after(struck) if answered is None else answered - struck
         await self.fleet.ready(BACK_TIMEOUT_S)
         await self._serves_right()
         await self.wait_idle()
         grown = await self._baseline.settle(self.fleet)
         assert not grown, "more than before: " + "; ".join(grown)
-        replays = await self._replays() - (0 if answered is not None else before)
+        after = await self._replays()
+        replays = sum(count - before[url] for url, count in after.items() if url != victim.url)
         return Outcome(cell, gone_on, time.monotonic() - began, whole, replays)
 
     async def mend(self) -> None:
@@ -196,18 +215,18 @@ class Arena:
         if cell.role == "router" and cell.fault is not Fault.STOP:
             if not victim.is_alive:
                 victim.start()
-            answered = await self._first_answer()
+            answered = await self._first_answer(victim)
         await load.finish()
         if not victim.is_alive:
             victim.start()
         return answered
 
-    async def _first_answer(self) -> float:
-        """When a request was right again; asked anew until then."""
+    async def _first_answer(self, router: Member) -> float:
+        """When a request through the router was right again; asked anew until then."""
         deadline = time.monotonic() + BACK_TIMEOUT_S
         problem: object = None
         while time.monotonic() < deadline:
-            async with Load(self.fleet.url, self.works[:1]) as one:
+            async with Load([router.url], self.works[:1]) as one:
                 await one.finish()
             if one.streams[0].is_right:
                 return time.monotonic()
@@ -218,8 +237,8 @@ class Arena:
     # ------------------------------------------------------------ afterwards
 
     async def _serves_right(self) -> None:
-        """New requests on all nodes: at least one for each pair."""
-        async with Load(self.fleet.url, self.works[:8]) as load:
+        """New requests through both routers, enough for every pair of nodes to have some."""
+        async with Load(self.fleet.urls, self.works[:8]) as load:
             await load.finish()
         _judge(load.streams, must_be_whole=True)
 
@@ -233,9 +252,13 @@ class Arena:
             status, answer = await session.post("/flush_cache")
             assert status == 200, answer
 
-    async def _replays(self) -> int:
-        async with client(self.fleet.url) as session:
-            return sum((await replays(session)).values())
+    async def _replays(self) -> dict[str, int]:
+        """How many there were so far, by router."""
+        counts = {}
+        for url in self.fleet.urls:
+            async with client(url) as session:
+                counts[url] = sum((await replays(session)).values())
+        return counts
 
 
 async def replays(session: Client) -> dict[str, int]:
@@ -247,11 +270,6 @@ async def replays(session: Client) -> dict[str, int]:
         if name.startswith("pdserve_router_replays_total{"):
             found[name.split('"')[1]] = int(float(value))
     return found
-
-
-def _must_be_whole(cell: Cell) -> bool:
-    """Only a router's clients may be told that it is over: nobody else knows their requests."""
-    return cell.role != "router" or cell.fault is Fault.STOP
 
 
 def _judge(streams: Sequence[Stream], *, must_be_whole: bool) -> int:

@@ -154,9 +154,10 @@ class Soak:
         self, until: float, session: aiohttp.ClientSession, chance: random.Random
     ) -> None:
         while time.monotonic() < until:
-            stream = Stream(chance.choice(self._works), f"soak-{chance.getrandbits(64):016x}")
+            rid = f"soak-{chance.getrandbits(64):016x}"
+            stream = Stream(chance.choice(self._works), chance.choice(self._fleet.urls), rid)
             aborted_before = self._tally.faults["pause abort"]
-            asking = asyncio.create_task(follow(session, self._fleet.url, stream))
+            asking = asyncio.create_task(follow(session, stream))
             drawn = chance.random()
             own_abort = False
             if drawn < 0.15:
@@ -189,7 +190,7 @@ class Soak:
     async def _abort(self, session: aiohttp.ClientSession, stream: Stream) -> None:
         body = {"rid": stream.rid}
         try:
-            async with session.post(self._fleet.url + "/abort_request", json=body) as response:
+            async with session.post(stream.url + "/abort_request", json=body) as response:
                 await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError):
             return  # the router is away; its requests have ended with it

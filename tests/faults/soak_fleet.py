@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.faults.load import make_work
+from tests.faults.matrix import PATIENT
 from tests.faults.soak import Soak, SoakReport, SoakSettings
 from tests.integration.oracle import Oracle
 from tests.processes import fleet
@@ -25,7 +26,7 @@ def run_soak(
     model = make_tiny_model("llama", folder / "model")
     chance = random.Random(settings.seed)
     works = make_work(Oracle(model), chance, NUM_WORKS, (1, 200), (10, 120))
-    with fleet(model, prefill=2, decode=2, node_flags=NODE_FLAGS) as running:
+    with fleet(model, prefill=2, decode=2, node_flags=NODE_FLAGS, router_flags=PATIENT) as running:
         if say is not None:
             say(f"{len(works)} answers known, {len(running.members)} processes ready")
         return asyncio.run(Soak(running, works, settings).run())

@@ -1,6 +1,8 @@
 """What transformers answers greedily in float32: the truth that a cluster must tell too."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,17 +27,29 @@ class Oracle:
 
     def _generate(self, prompt: tuple[int, ...], count: int) -> list[int]:
         ids = torch.tensor([prompt])
-        output = self._model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=count,
-            min_new_tokens=count,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
+        with _one_thread():
+            output = self._model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=count,
+                min_new_tokens=count,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
         answer: list[int] = output[0, len(prompt) :].tolist()
         return answer
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Models this small lose more than they win by a second thread, above all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def random_prompt(chance: random.Random, length: int) -> list[int]:

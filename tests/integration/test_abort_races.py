@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.load import End, Load, Stream, Work, make_work
-from tests.integration.client import Client, client
+from tests.faults.matrix import PATIENT
+from tests.integration.client import Client, client, eventually
 from tests.integration.oracle import Oracle
 from tests.processes import Fleet, fleet, showing_logs
 from tests.tiny_models import make_tiny_model
@@ -30,15 +31,27 @@ def works(folder: Path) -> list[Work]:
 
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[Fleet]:
-    """2P2D whose pools hold about four requests each."""
-    with fleet(folder, prefill=2, decode=2, node_flags={"num_pages": 40, "chunk_size": 64}) as made:
+    """2P2D whose pools hold about four requests each, and two routers that overfill them."""
+    flags = {"num_pages": 40, "chunk_size": 64}
+    with fleet(
+        folder, prefill=2, decode=2, routers=2, node_flags=flags, router_flags=PATIENT
+    ) as made:
         yield made
 
 
-async def abort(session: Client, rid: str | None) -> None:
-    body = {"abort_all": True} if rid is None else {"rid": rid}
-    status, answer = await session.post("/abort_request", body)
-    assert status == 200, answer
+async def abort(stream: Stream) -> None:
+    """By its exact id, through its own router."""
+    async with client(stream.url) as session:
+        status, answer = await session.post("/abort_request", {"rid": stream.rid})
+        assert status == 200, answer
+
+
+async def abort_all(running: Fleet) -> None:
+    """Through both routers: each knows what waits at it."""
+    for url in running.urls:
+        async with client(url) as session:
+            status, answer = await session.post("/abort_request", {"abort_all": True})
+            assert status == 200, answer
 
 
 async def pause(session: Client) -> None:
@@ -71,16 +84,15 @@ def test_exact_ids_at_random_moments(seed: int, running: Fleet, works: list[Work
         async with (
             showing_logs(running),
             client(running.url) as session,
-            Load(running.url, take_turns(works, REQUESTS)) as load,
+            Load(running.urls, take_turns(works, REQUESTS)) as load,
         ):
             aborted: set[str] = set()
             while load.unfinished:
                 await asyncio.sleep(chance.uniform(0, 0.05))
                 victim = chance.choice(load.streams)
                 if victim.end is None and len(aborted) < REQUESTS // 2:
-                    assert victim.rid is not None
                     aborted.add(victim.rid)
-                    await abort(session, victim.rid)
+                    await abort(victim)
             await load.finish()
             judge(load.streams, aborted)
             assert any(stream.end is End.ABORTED for stream in load.streams)
@@ -98,14 +110,14 @@ def test_all_of_64(heard: int, running: Fleet, works: list[Work]) -> None:
         async with (
             showing_logs(running),
             client(running.url) as session,
-            Load(running.url, take_turns(works, REQUESTS)) as load,
+            Load(running.urls, take_turns(works, REQUESTS)) as load,
         ):
             while load.heard < heard:
                 await asyncio.sleep(0.005)
             while load.unfinished:  # those that were not accepted yet hear of the next one
-                await abort(session, None)
+                await abort_all(running)
             await load.finish()
-            judge(load.streams, {stream.rid or "" for stream in load.streams})
+            judge(load.streams, {stream.rid for stream in load.streams})
             await session.wait_idle(PROMPT_END_S)
             assert await session.tokens(works[0].prompt, 40) == works[0].answer[:40]
 
@@ -122,29 +134,41 @@ def test_while_paused_in_place_and_waiting_for_pages(
         async with (
             showing_logs(running),
             client(running.url) as session,
-            Load(running.url, take_turns(works, REQUESTS)) as load,
+            Load(running.urls, take_turns(works, REQUESTS)) as load,
         ):
-            while load.heard < 50:
-                await asyncio.sleep(0.005)
-            await pause(session)
-            assert await waiting_for_pages(session) > REQUESTS // 4
-            victims = {stream.rid or "" for stream in load.streams if stream.end is None}
-            if not everybody:
-                victims = set(sorted(victims)[::2])
-                await asyncio.gather(*(abort(session, rid) for rid in victims))
+            await pause_while_some_wait(session)
+            victims = [stream for stream in load.streams if stream.end is None]
+            if everybody:
+                await abort_all(running)
             else:
-                await abort(session, None)
+                victims = victims[::3]
+                await asyncio.gather(*(abort(stream) for stream in victims))
             async with asyncio.timeout(PROMPT_END_S):
-                while any(s.end is None for s in load.streams if s.rid in victims):
+                while any(stream.end is None for stream in victims):
                     await asyncio.sleep(0.01)
             if everybody:
                 await session.wait_idle(PROMPT_END_S)  # while it is still paused
             await go_on(session)
             await load.finish()
-            judge(load.streams, victims)
+            judge(load.streams, {stream.rid for stream in victims})
             await session.wait_idle(PROMPT_END_S)
 
     asyncio.run(run())
+
+
+async def pause_while_some_wait(session: Client) -> None:
+    """Stop everything at a moment at which a decode node has no pages for some request."""
+    for _ in range(20):
+
+        async def some_wait() -> bool:
+            return await waiting_for_pages(session) > 0
+
+        await eventually(some_wait, 10.0)
+        await pause(session)
+        if await some_wait():
+            return
+        await go_on(session)
+    raise AssertionError("nobody ever waited for pages")
 
 
 async def waiting_for_pages(session: Client) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 import aiohttp
 
 from tests.faults.load import End, Load, Work, make_work
+from tests.faults.matrix import PATIENT
 from tests.faults.resources import Baseline
 from tests.integration.client import client
 from tests.integration.oracle import Oracle
@@ -36,7 +37,7 @@ async def one_round(url: str, works: list[Work], chance: random.Random) -> None:
     """Three quarters stream, of whom one in ten stays; all the others go at random."""
     chosen = [chance.choice(works) for _ in range(CLIENTS)]
     streaming, others = chosen[: 3 * CLIENTS // 4], chosen[3 * CLIENTS // 4 :]
-    async with Load(url, streaming) as load:
+    async with Load([url], streaming) as load:
         asking = [asyncio.create_task(leaves(url, work, chance)) for work in others]
         leaving = [number for number in range(len(streaming)) if chance.random() < 0.9]
         # Some go before the headers, some once their own stream has a few tokens.
@@ -82,5 +83,5 @@ def test_200_clients_leave_five_times(tmp_path: Path) -> None:
             assert last - memory[1][name] < RSS_GROWTH_MIB, [held[name] for held in memory]
 
     flags = {"num_pages": 40, "chunk_size": 64}
-    with fleet(folder, prefill=2, decode=2, node_flags=flags) as running:
+    with fleet(folder, prefill=2, decode=2, node_flags=flags, router_flags=PATIENT) as running:
         asyncio.run(run(running))

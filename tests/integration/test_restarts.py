@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.load import End, Load, Work, make_work
+from tests.faults.matrix import PATIENT
 from tests.integration.client import Client, client, eventually
 from tests.integration.oracle import Oracle
 from tests.processes import Fleet, fleet, showing_logs
@@ -28,7 +29,9 @@ def works(folder: Path) -> list[Work]:
 def running(folder: Path) -> Iterator[Fleet]:
     """1P1D behind two routers: whoever is missing is missed."""
     flags = {"num_pages": 100, "chunk_size": 64, "lease_s": 2, "longest_post_s": 0.5}
-    with fleet(folder, prefill=1, decode=1, routers=2, node_flags=flags) as made:
+    with fleet(
+        folder, prefill=1, decode=1, routers=2, node_flags=flags, router_flags=PATIENT
+    ) as made:
         yield made
 
 
@@ -45,7 +48,7 @@ def test_the_only_node_of_its_role_comes_back(
 
     async def run() -> None:
         others = pids_but(running, name)
-        async with showing_logs(running), Load(running.url, works) as load:
+        async with showing_logs(running), Load([running.url], works) as load:
             while load.heard < 40:
                 await asyncio.sleep(0.005)
             running[name].kill()
@@ -69,8 +72,8 @@ def test_a_router_dies_and_the_other_ones_streams_do_not_notice(
         first, second = running.routers
         async with (
             showing_logs(running),
-            Load(first.url, works[:8]) as lost,
-            Load(second.url, works[8:]) as kept,
+            Load([first.url], works[:8]) as lost,
+            Load([second.url], works[8:]) as kept,
         ):
             while not (lost.heard > 20 and kept.heard > 20):
                 await asyncio.sleep(0.005)
@@ -102,7 +105,7 @@ def test_an_abort_through_one_router_ends_the_other_ones_request(
         async with (
             showing_logs(running),
             client(second.url) as session,
-            Load(first.url, works[:4]) as load,
+            Load([first.url], works[:4]) as load,
         ):
             victim, *others = load.streams
             while not victim.tokens:
@@ -123,7 +126,7 @@ def test_both_routers_fill_the_same_nodes(running: Fleet, works: list[Work]) -> 
     async def run() -> None:
         async with showing_logs(running):
             urls = [router.url for router in running.routers]
-            loads = [Load(url, works) for url in urls]
+            loads = [Load([url], works) for url in urls]
             async with loads[0], loads[1]:
                 await asyncio.gather(*(load.finish() for load in loads))
             for load in loads:

@@ -16,7 +16,7 @@ IDLE = dict.fromkeys(QUEUES, 0)
 
 
 def ended(tokens: list[int], end: End, ends: int = 1) -> Stream:
-    stream = Stream(Work([1], ANSWER), tokens=tokens)
+    stream = Stream(Work([1], ANSWER), "http://router", "rid", tokens=tokens)
     stream.close(end)
     stream.ends = ends
     return stream
