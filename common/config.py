@@ -61,7 +61,11 @@ class NodeConfig:
     lease_s: float = 10.0
     """Prefill posts nothing into decode later than this after decode's last sign of life."""
     longest_post_s: float = 3.0
-    """Bound on one posted write, for pages of a silent peer."""
+    """Bound on one posted write; with the lease, the least that `unproven_s` may be."""
+    unproven_s: float = 60.0
+    """How long decode keeps pages that an unreachable prefill may still write into."""
+    stopped_peer_s: float = 600.0
+    """The same for a prefill whose process exists and says nothing."""
     twin_timeout_s: float = 30.0
     """How long a request waits for its other half's message."""
     transfer_timeout_s: float = 300.0
@@ -92,6 +96,11 @@ class NodeConfig:
             value = getattr(self, field)
             if value is not None and value <= 0:
                 raise ValueError(f"{field} must be positive, not {value}")
+        least = self.lease_s + self.longest_post_s
+        if self.unproven_s < least:
+            raise ValueError(f"unproven_s must be at least lease_s + longest_post_s, {least:g}")
+        if self.stopped_peer_s < self.unproven_s:
+            raise ValueError(f"stopped_peer_s must be at least unproven_s, {self.unproven_s:g}")
         for address in self.router:
             if not address.startswith("tcp://"):
                 raise ValueError(f"router must look like tcp://host:port, not {address!r}")

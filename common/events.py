@@ -5,6 +5,7 @@ and judged liveness; the engine thread sees only facts.
 """
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from common.messages import (
     Abort,
@@ -33,15 +34,46 @@ class RouterLost:
 
 @dataclass(frozen=True, slots=True)
 class FromPeer:
+    """A message on one link. Links are numbered by the decode node that dials them."""
+
     peer: Incarnation
+    link: int
     body: ToPrefill | ToDecode
 
 
 @dataclass(frozen=True, slots=True)
-class PeerSilent:
-    """Nothing was heard from a peer for its time-out, or it could not be reached at all."""
+class PeerClosed:
+    """A link is over: on a decode node exactly one for each `DialPeer`, whoever ended the link.
+
+    When it is posted the I/O thread has closed the link already, so no ping is echoed after it.
+    """
 
     peer: Incarnation
+    link: int
+    why: str
+    silent_s: float | None = 0.0
+    """Since the peer's last word on this link; None if it said none."""
+    gone: bool = False
+    """The peer's process is known to have ended."""
+
+
+class Reach(Enum):
+    """What a plain TCP connection to a peer's side-channel address tells of its process."""
+
+    GONE = auto()
+    """Refused: nobody listens, so the process has ended."""
+    LISTENING = auto()
+    """Taken by the peer's kernel: the process exists, though it may be stopped."""
+    UNREACHABLE = auto()
+    """No answer in time, or no way there: nothing is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerProbed:
+    """The answer to `ProbePeer`."""
+
+    peer: Incarnation
+    reach: Reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +91,7 @@ class Shutdown:
     at_once: bool = False
 
 
-Event = FromRouter | RouterLost | FromPeer | PeerSilent | AdminRequest | Shutdown
+Event = FromRouter | RouterLost | FromPeer | PeerClosed | PeerProbed | AdminRequest | Shutdown
 
 
 @dataclass(frozen=True, slots=True)

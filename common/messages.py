@@ -345,6 +345,8 @@ class PeerHello(Wire, frozen=True, kw_only=True):
     memory: PeerMemory
     lease_s: float
     """How long after an echoed `Ping` prefill may still post writes into this node."""
+    link: int = 1
+    """The dialler's number of this link; a larger one ends those before it."""
 
 
 class Destination(Wire, frozen=True, kw_only=True):

@@ -1,7 +1,15 @@
 """What a scheduler has decided to say since its last plan, in order."""
 
 from common.messages import Incarnation, ToDecode, TokenOutput, Tokens, ToPrefill, ToRouter
-from common.plan import DialPeer, HangUp, Outgoing, ToPeerMsg, ToRouterMsg, TransferCommand
+from common.plan import (
+    DialPeer,
+    HangUp,
+    Outgoing,
+    ProbePeer,
+    ToPeerMsg,
+    ToRouterMsg,
+    TransferCommand,
+)
 
 
 class Outbox:
@@ -23,14 +31,17 @@ class Outbox:
         self._close_tokens(router)
         self._messages.append(ToRouterMsg(router, body))
 
-    def to_peer(self, peer: Incarnation, body: ToPrefill | ToDecode) -> None:
-        self._messages.append(ToPeerMsg(peer, body))
+    def to_peer(self, peer: Incarnation, link: int, body: ToPrefill | ToDecode) -> None:
+        self._messages.append(ToPeerMsg(peer, link, body))
 
-    def dial(self, peer: Incarnation, address: str) -> None:
-        self._messages.append(DialPeer(peer, address))
+    def dial(self, peer: Incarnation, address: str, link: int) -> None:
+        self._messages.append(DialPeer(peer, address, link))
 
-    def hang_up(self, peer: Incarnation) -> None:
-        self._messages.append(HangUp(peer))
+    def hang_up(self, peer: Incarnation, link: int) -> None:
+        self._messages.append(HangUp(peer, link))
+
+    def probe(self, peer: Incarnation, address: str) -> None:
+        self._messages.append(ProbePeer(peer, address))
 
     def transfer(self, command: TransferCommand) -> None:
         self._transfers.append(command)

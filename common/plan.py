@@ -175,28 +175,42 @@ class ToRouterMsg:
 
 @dataclass(frozen=True, slots=True)
 class ToPeerMsg:
-    """For a peer that is linked; messages to unknown peers are dropped and counted."""
+    """For one link; dropped and counted if that is not open any more."""
 
     peer: Incarnation
+    link: int
     body: ToPrefill | ToDecode
 
 
 @dataclass(frozen=True, slots=True)
 class DialPeer:
-    """Decode only: connect the side channel to this prefill node and send `PeerHello`."""
+    """Decode only: connect the side channel to this prefill node and send `PeerHello`.
+
+    `link` is larger than that of every dial before. Ends with exactly one `PeerClosed`.
+    """
+
+    peer: Incarnation
+    address: str
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class HangUp:
+    """Close this link and stop renewing its lease."""
+
+    peer: Incarnation
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePeer:
+    """Decode only: does this prefill node's process still exist? Answered by `PeerProbed`."""
 
     peer: Incarnation
     address: str
 
 
-@dataclass(frozen=True, slots=True)
-class HangUp:
-    """Close the side channel to a peer and stop renewing its lease."""
-
-    peer: Incarnation
-
-
-Outgoing = ToRouterMsg | ToPeerMsg | DialPeer | HangUp
+Outgoing = ToRouterMsg | ToPeerMsg | DialPeer | HangUp | ProbePeer
 
 
 @dataclass(frozen=True, slots=True)

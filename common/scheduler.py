@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import ClassVar, Generic, assert_never, final
 
 from common.drain import Leave
-from common.events import FromPeer, FromRouter, PeerSilent, RouterLost
+from common.events import FromPeer, FromRouter, PeerClosed, PeerProbed, RouterLost
 from common.intake import never_fits, not_now
 from common.invariants import check_queues
 from common.kv_cache.manager import KVCacheManager
@@ -40,9 +40,7 @@ from common.messages import (
     Peers,
     Retracted,
     Room,
-    ToDecode,
     TokenLogprob,
-    ToPrefill,
     ToRouter,
 )
 from common.modes import PauseMode
@@ -134,7 +132,7 @@ class Scheduler(ABC, Generic[R]):
         """Take in one row's result."""
 
     @abstractmethod
-    def _on_peer_message(self, peer: Incarnation, body: ToPrefill | ToDecode) -> None: ...
+    def _on_peer_event(self, event: FromPeer | PeerClosed | PeerProbed) -> None: ...
 
     @abstractmethod
     def _on_peer_lost(self, peer: Incarnation, why: str) -> None: ...
@@ -157,7 +155,9 @@ class Scheduler(ABC, Generic[R]):
     # ------------------------------------------------------------ events
 
     @final
-    def handle(self, event: FromRouter | RouterLost | FromPeer | PeerSilent, now: float) -> None:
+    def handle(
+        self, event: FromRouter | RouterLost | FromPeer | PeerClosed | PeerProbed, now: float
+    ) -> None:
         """Take in one fact from the I/O thread."""
         self._now = now
         match event:
@@ -167,10 +167,8 @@ class Scheduler(ABC, Generic[R]):
                 for req in self.unfinished():
                     if req.router == router:
                         self._stop(req, None, FailureKind.REFUSED, "its router is gone")
-            case FromPeer(peer, message):
-                self._on_peer_message(peer, message)
-            case PeerSilent(peer):
-                self._on_peer_lost(peer, "the peer is silent")
+            case FromPeer() | PeerClosed() | PeerProbed():
+                self._on_peer_event(event)
             case _:
                 assert_never(event)
 

@@ -21,6 +21,8 @@ class SchedulerSettings:
     transfer_timeout_s: float = 300.0
     lease_s: float = 10.0
     longest_post_s: float = 3.0
+    unproven_s: float = 60.0
+    stopped_peer_s: float = 600.0
     sync_s: float = 2.0
     drain_s: float = 30.0
     max_queued_requests: int = 4096

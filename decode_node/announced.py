@@ -35,7 +35,7 @@ class AnnouncedPeers:
                 self._links.want(peer, address)
         for peer in [p for p in self._departed if not is_needed(p)]:
             self._departed.discard(peer)
-            self._links.remove(peer)
+            self._links.close(peer)
 
     def _all(self) -> dict[Incarnation, str]:
         return {peer: address for one in self._lists.values() for peer, address in one.items()}

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from common.messages import FirstToken, Incarnation
+from common.plan import Row, SlotInit
 from common.request import Req
 
 
@@ -20,3 +21,20 @@ class DecodeReq(Req):
     """Pages that the runner's table does not have yet."""
     started: bool = False
     """The runner knows this slot."""
+
+    def next_row(self) -> Row:
+        """Its share of the next step; what the runner has not been told goes with it."""
+        assert self.slot is not None
+        init = None
+        if not self.started:
+            init = SlotInit(self.sampling, self.prompt_ids, tuple(self.output_ids))
+            self.started = True
+        new_pages, self.unsent_pages = tuple(self.unsent_pages), []
+        return Row(
+            slot=self.slot,
+            start=self.num_tokens - 1,
+            token_ids=(self.output_ids[-1],),
+            new_pages=new_pages,
+            sample_index=len(self.output_ids),
+            init=init,
+        )

@@ -7,8 +7,8 @@
 * Pages are taken with a reserve for what already runs; `Destination` then names them to prefill.
 * From that moment until the room's last chunk has landed, prefill may write into them. A request
   stopped in between goes through ABORTING and leaves it on prefill's word (`Drained`, `RoomFailed`,
-  `RoomFinished`). If prefill goes silent there is no word: the pages go into quarantine until its
-  lease has certainly run out.
+  `RoomFinished`). If prefill is lost there is no word: the pages go into `quarantine` until there
+  is other proof that nothing writes into them.
 * Retraction is per request: `_retract(req)`. There is no retraction of a batch, so an empty batch
   has nothing that could be retracted. Under memory pressure the last in rank (the least urgent,
   the youngest of those) goes first, never the first of all.
@@ -21,6 +21,7 @@ from typing import assert_never, cast
 
 import msgspec
 
+from common.events import FromPeer, PeerClosed, PeerProbed
 from common.lifecycle import DECODE_EDGES, State
 from common.messages import (
     Cancel,
@@ -42,29 +43,19 @@ from common.messages import (
     RoomUnknown,
     Sync,
     ToDecode,
-    ToPrefill,
     decode_notification,
 )
-from common.plan import (
-    ExpectWrites,
-    Notified,
-    PeerAdded,
-    Row,
-    Sample,
-    SlotInit,
-    WriteDone,
-    WriteFailed,
-)
+from common.plan import ExpectWrites, Notified, PeerAdded, Row, Sample, WriteDone, WriteFailed
 from common.scheduler import Scheduler
 from common.settings import SchedulerSettings
 from common.tombstones import Ending, Tombstone
 from decode_node.admission import choose_victim, fits, reserve
 from decode_node.announced import AnnouncedPeers
 from decode_node.peers import PrefillLinks
+from decode_node.quarantine import Quarantine
 from decode_node.request import DecodeReq
 from transfer.handshake import mismatch
 
-QUARANTINE_GRACE_S = 1.0
 LAST_WORDS_S = 0.5
 """How long notifications of writes that have ended may still be on their way."""
 
@@ -83,6 +74,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         self.aborting_queue = self.queues[State.ABORTING]
         self.links = PrefillLinks(self._outbox)
         self._announced = AnnouncedPeers(self.links, settings.sync_s)
+        self.quarantine = Quarantine(self.kv, self.links, self._outbox, self.counters, settings)
         self._reserve_pages = reserve_pages
         self._expecting = False
 
@@ -109,8 +101,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         """Dial, take pages, name them to prefill. Nothing computed before a pause may survive it,
         so under a pause that empties the node no pages are taken."""
         self._announced.tend(self._now, self._is_needed)
-        emptied = self.paused is not None and self.paused.empties_node
-        blocked = emptied
+        blocked = self.paused is not None and self.paused.empties_node
         for req in self.prealloc_queue.snapshot():
             if self.links.want(req.prefill, req.prefill_address) and not blocked:
                 blocked = not self._preallocate(req)
@@ -144,10 +135,11 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         destination = Destination(
             room=req.room, pages=list(req.pages), weight_version=self.settings.weight_version
         )
-        self._outbox.to_peer(req.prefill, destination)
+        self.links.send(req.prefill, destination)
 
     def _watch_for_writes(self) -> None:
-        expecting = bool(len(self.transfer_queue) or len(self.aborting_queue))
+        queued = len(self.transfer_queue) + len(self.aborting_queue)
+        expecting = bool(queued) or self.quarantine.settling
         if expecting != self._expecting:
             self._expecting = expecting
             self._outbox.transfer(ExpectWrites(expecting))
@@ -160,19 +152,33 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             pending = [r.room for r in self.prealloc_queue if r.prefill == peer]
             if open_rooms or cancelling or pending:
                 sync = Sync(open=open_rooms, cancelling=cancelling, pending=pending)
-                self._outbox.to_peer(peer, sync)
+                self.links.send(peer, sync)
 
     # ------------------------------------------------------------ messages from prefill
 
-    def _on_peer_message(self, peer: Incarnation, body: ToPrefill | ToDecode) -> None:
-        message = cast(ToDecode, body)
+    def _on_peer_event(self, event: FromPeer | PeerClosed | PeerProbed) -> None:
+        match event:
+            case FromPeer(peer, link, body):
+                if self.links.is_current(peer, link):
+                    self._on_peer_message(peer, cast(ToDecode, body))
+                else:
+                    self.counters["stale_messages"] += 1
+            case PeerClosed():
+                self._on_peer_closed(event)
+            case PeerProbed(peer, reach):
+                self.quarantine.on_probed(peer, reach, self._now)
+            case _:
+                assert_never(event)
+
+    def _on_peer_message(self, peer: Incarnation, message: ToDecode) -> None:
         match message:
             case PeerWelcome(fingerprint=fingerprint):
                 problem = mismatch(self.settings.fingerprint, fingerprint)
                 if problem is not None:
                     self._on_peer_lost(peer, problem)
-                elif not self.links.on_welcome(peer):
-                    self.counters["stale_messages"] += 1
+                else:
+                    self.links.on_welcome(peer)
+                    self.quarantine.on_welcome(peer)
             case PeerRefused(reason=reason):
                 self._on_peer_lost(peer, reason)
             case Ping(_, paused):
@@ -209,7 +215,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         """Prefill's word that it will not touch this room's pages any more."""
         req = self._room_of(room, peer)
         if req is None:
-            if self.kv.end_quarantine(room, peer):
+            if self.quarantine.drained(room, peer):
                 self._tombstones.with_landed(room, landed)
             return
         if req in self.aborting_queue:
@@ -223,23 +229,36 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             self._retire(req, Tombstone(Ending.DONE, frozenset(req.landed)))
 
     def _on_peer_lost(self, peer: Incarnation, why: str) -> None:
-        """Nothing more will be heard on this link: what waits on it fails, pages are set aside."""
-        if not self.links.remove(peer):
+        """Hang up. The quarantine of what is set aside has no end before the link is closed."""
+        self.quarantine.ask_now(peer, self._now)
+        if self.links.close(peer):
+            self._give_up_rooms(peer, why)
+
+    def _on_peer_closed(self, event: PeerClosed) -> None:
+        peer = event.peer
+        current = self.links.is_current(peer, event.link)
+        if not self.links.on_closed(peer, event.link):
+            self.counters["stale_messages"] += 1
             return
+        if current:
+            self._give_up_rooms(peer, event.why)
+        self.quarantine.on_closed(peer, self._now, silent_s=event.silent_s, gone=event.gone)
+
+    def _give_up_rooms(self, peer: Incarnation, why: str) -> None:
+        """Nothing more will be heard on this link: what waits on it fails, pages are set aside."""
         self.counters["peers_lost"] += 1
-        for req in (*self.prealloc_queue.snapshot(), *self.transfer_queue.snapshot()):
-            if req.prefill == peer:
-                self._fail(req, FailureKind.PEER_LOST, why)
-        for req in self.aborting_queue.snapshot():
-            if req.prefill == peer:
+        for req in [req for req in self._reqs.values() if req.prefill == peer]:
+            if req in self.aborting_queue:
                 self._set_aside(req)
+            elif req in self.prealloc_queue or req in self.transfer_queue:
+                self._fail(req, FailureKind.PEER_LOST, why)
 
     def _on_peer_left(self, peer: Incarnation) -> None:
         """Prefill's own word that all its writes have ended: nothing has to be set aside."""
-        if not self.links.remove(peer):
+        if not self.links.close(peer):
             return
         for room in self.kv.quarantined_rooms(peer):
-            self.kv.end_quarantine(room, peer)
+            self.quarantine.drained(room, peer)
         for req in [req for req in self._reqs.values() if req.prefill == peer]:
             if req in self.prealloc_queue:
                 self._fail(req, FailureKind.PEER_LOST, "prefill has left")
@@ -250,9 +269,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
                 req.deadline = min(req.deadline, self._now + LAST_WORDS_S)
 
     def _set_aside(self, req: DecodeReq) -> None:
-        settings = self.settings
-        lease = settings.lease_s + settings.longest_post_s + QUARANTINE_GRACE_S
-        self.kv.quarantine(req, req.prefill, self._now + lease)
+        self.quarantine.set_aside(req, req.prefill, req.prefill_address)
         self._retire(req, Tombstone(Ending.FAILED, message="prefill went silent"))
 
     # ------------------------------------------------------------ what lands
@@ -274,6 +291,9 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             return
         req = self._room_of(chunk.room, chunk.source)
         if req is not None and req in self.aborting_queue:
+            return
+        if self.kv.in_quarantine(chunk.room):
+            self.counters["late_writes"] += 1
             return
         stone = self._tombstones.get(chunk.room)
         if req is not None and req in self.transfer_queue:
@@ -312,7 +332,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             req.unsent_pages = list(req.pages)
             self._mark(req, "waiting")
         ready = [req for req in self.running_queue.snapshot() if self._make_room(req)]
-        return [(req, self._row(req)) for req in ready if req in self.running_queue]
+        return [(req, req.next_row()) for req in ready if req in self.running_queue]
 
     def _make_room(self, req: DecodeReq) -> bool:
         """A page for the next token's KV, retracting the last in rank if need be; else False."""
@@ -333,22 +353,6 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             self._retract(victim)
         return False
 
-    def _row(self, req: DecodeReq) -> Row:
-        assert req.slot is not None
-        init = None
-        if not req.started:
-            init = SlotInit(req.sampling, req.prompt_ids, tuple(req.output_ids))
-            req.started = True
-        new_pages, req.unsent_pages = tuple(req.unsent_pages), []
-        return Row(
-            slot=req.slot,
-            start=req.num_tokens - 1,
-            token_ids=(req.output_ids[-1],),
-            new_pages=new_pages,
-            sample_index=len(req.output_ids),
-            init=init,
-        )
-
     def _on_computed(self, req: DecodeReq, _: Row, sample: Sample | None) -> None:
         assert sample is not None
         req.output_ids.append(sample.token_id)
@@ -361,7 +365,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
 
     def _say_goodbye(self) -> None:
         for peer in self.links.linked():
-            self.links.remove(peer)
+            self.links.close(peer)
 
     def stats(self) -> NodeStats:
         return msgspec.structs.replace(super().stats(), linked_peers=self.links.linked())
@@ -374,12 +378,12 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             self._retire(req, Tombstone(Ending.FAILED, frozenset(req.landed), kind, message))
         elif self.links.ready(req.prefill):
             self.aborting_queue.take(req)
-            self._outbox.to_peer(req.prefill, Cancel(req.room))
+            self.links.send(req.prefill, Cancel(req.room))
         else:
             self._set_aside(req)
 
     def _expire(self) -> None:
-        self.kv.expire_quarantine(self._now)
+        self.quarantine.tick(self._now)
         for req in self.transfer_queue.snapshot():
             if req.deadline <= self._now and not self.links.paused(req.prefill):
                 kind = FailureKind.PEER_LOST if req.drained else FailureKind.TRANSFER
@@ -387,6 +391,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
 
     def check_invariants(self) -> None:
         super().check_invariants()
+        self.quarantine.check_invariants()
         for req in self.running_queue:
             if req.slot is None or len(req.pages) < self.kv.pages_for(req.num_tokens - 1):
                 raise AssertionError(f"{req.rid} runs without a slot or without its pages")

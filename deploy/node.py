@@ -169,6 +169,9 @@ def _compose(
     io = NodeIO(identity, _io_settings(config, keys), half.peers)
     io.start()
     stack.callback(io.close)
+    # Before the side channel: an address that refuses connections says that its process writes no
+    # more. (Closing twice is harmless; the first entry is for an `io` that does not start.)
+    stack.callback(transfer.close)
     transfer.start(io.wake)
 
     agreed = fingerprint(model.spec, model.digest, model.dtype_name, config.page_size)
@@ -279,6 +282,8 @@ def _scheduler_settings(
         longest_post_s=config.longest_post_s,
         drain_s=config.drain_s,
         max_queued_requests=config.max_queued_requests,
+        unproven_s=config.unproven_s,
+        stopped_peer_s=config.stopped_peer_s,
     )
 
 

@@ -9,6 +9,7 @@ from common.messages import (
     PeerMemory,
     PeerRefused,
     PeerWelcome,
+    ToDecode,
 )
 from common.outbox import Outbox
 from common.plan import AddPeer, RemovePeer, RenewLease
@@ -17,6 +18,8 @@ from transfer.handshake import memory_problem, mismatch
 
 @dataclass(slots=True)
 class DecodeLink:
+    number: int
+    """Decode's own number of this link."""
     memory: PeerMemory
     ready: bool = False
     lease_until: float = field(default=0.0)
@@ -26,7 +29,9 @@ class DecodeLinks:
     """Handshakes, leases and the set of linked decode incarnations.
 
     A link's lease runs from the moment this node *sent* the ping that decode last heard, so it ends
-    here before decode, which counts from its own later answer, takes its pages back.
+    here before decode, which counts from its own later answer, would take pages back without a
+    word from here. The lease is the link's: a new link's pings do not renew what was named on an
+    older one, because the backend forgets the peer, and with it the lease, in between.
     """
 
     def __init__(self, fingerprint: Fingerprint, page_bytes: int, outbox: Outbox) -> None:
@@ -35,38 +40,53 @@ class DecodeLinks:
         self._outbox = outbox
         self._links: dict[Incarnation, DecodeLink] = {}
 
-    def on_hello(self, peer: Incarnation, hello: PeerHello) -> None:
-        """Answer a handshake; repeated ones are answered alike."""
+    def supersedes(self, peer: Incarnation, number: int) -> bool:
+        """Whether decode has ended the link that stands here, and opens this one."""
+        link = self._links.get(peer)
+        return link is not None and link.number < number
+
+    def is_current(self, peer: Incarnation, number: int) -> bool:
+        link = self._links.get(peer)
+        return link is not None and link.number == number
+
+    def on_hello(self, peer: Incarnation, number: int, hello: PeerHello) -> None:
+        """Answer a handshake; repeated ones are answered alike. A superseded link is gone."""
         problem = mismatch(self._fingerprint, hello.fingerprint) or memory_problem(
             hello.memory, self._page_bytes
         )
         if problem is not None:
-            self._outbox.to_peer(peer, PeerRefused(reason=problem))
+            self._outbox.to_peer(peer, number, PeerRefused(reason=problem))
             return
         link = self._links.get(peer)
         if link is None:
-            self._links[peer] = DecodeLink(hello.memory)
+            self._links[peer] = DecodeLink(number, hello.memory)
             self._outbox.transfer(AddPeer(peer, hello.memory))
         elif link.ready:
-            self._outbox.to_peer(peer, PeerWelcome(fingerprint=self._fingerprint))
+            self.send(peer, PeerWelcome(fingerprint=self._fingerprint))
 
     def on_added(self, peer: Incarnation) -> None:
         link = self._links.get(peer)
         if link is not None:
             link.ready = True
-            self._outbox.to_peer(peer, PeerWelcome(fingerprint=self._fingerprint))
+            self.send(peer, PeerWelcome(fingerprint=self._fingerprint))
 
     def remove(self, peer: Incarnation) -> bool:
         """Forget a link; says whether there was one.
 
-        The peer is not told here: if it lives, its next message is answered with `PeerRefused`. A
-        word sent now could reach the link that the peer is opening anew.
+        The peer is not told here: if it lives, its next message is answered with `PeerRefused`.
         """
-        if self._links.pop(peer, None) is None:
+        link = self._links.pop(peer, None)
+        if link is None:
             return False
         self._outbox.transfer(RemovePeer(peer))
-        self._outbox.hang_up(peer)
+        self._outbox.hang_up(peer, link.number)
         return True
+
+    def send(self, peer: Incarnation, body: ToDecode) -> None:
+        """Over the link that stands; without one, decode asks again on the next (`Sync`)."""
+        link = self._links.get(peer)
+        if link is not None:
+            self._outbox.to_peer(peer, link.number, body)
 
     def renew(self, peer: Incarnation, heard: float, lease_s: float) -> None:
         """Decode has echoed the ping this node sent at `heard` (this node's clock)."""

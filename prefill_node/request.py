@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from common.messages import Destination, FailureKind, Incarnation, StopReason
+from common.plan import Row, SlotInit
 from common.request import Req
 
 
@@ -26,6 +27,22 @@ class PrefillReq(Req):
     """Decode asked for its pages back and waits for `Drained`."""
     failure: tuple[FailureKind, str] | None = None
     """Set when stopped: what decode will hear once drained."""
+
+    def next_row(self, share: int) -> Row:
+        """The next `share` positions; the last of them all draws the first token."""
+        first = self.num_computed == 0
+        end = self.num_computed + share
+        assert self.slot is not None
+        return Row(
+            slot=self.slot,
+            start=self.num_computed,
+            token_ids=self.context()[self.num_computed : end],
+            new_pages=tuple(self.pages) if first else (),
+            sample_index=len(self.output_ids) if end == self.num_tokens else None,
+            init=SlotInit(self.sampling, self.prompt_ids, tuple(self.output_ids))
+            if first
+            else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@
 from collections.abc import Iterable
 from typing import assert_never, cast
 
+from common.events import FromPeer, PeerClosed, PeerProbed
 from common.lifecycle import PREFILL_EDGES, State
 from common.messages import (
     Cancel,
@@ -36,7 +37,6 @@ from common.messages import (
     RoomFinished,
     RoomUnknown,
     Sync,
-    ToDecode,
     ToPrefill,
     encode,
 )
@@ -45,7 +45,6 @@ from common.plan import (
     PeerAdded,
     Row,
     Sample,
-    SlotInit,
     Write,
     WriteDone,
     WriteFailed,
@@ -54,9 +53,11 @@ from common.scheduler import Scheduler
 from common.settings import SchedulerSettings
 from common.tombstones import Ending, Tombstone
 from prefill_node.admission import split_budget
+from prefill_node.answers import destination_problem, ending
 from prefill_node.peers import DecodeLinks
 from prefill_node.request import EarlyDestination, PrefillReq
-from transfer.handshake import page_ids_problem
+
+NOT_LINKED = "not linked: shake hands again"
 
 
 class PrefillScheduler(Scheduler[PrefillReq]):
@@ -92,7 +93,10 @@ class PrefillScheduler(Scheduler[PrefillReq]):
     def _bind(self, req: PrefillReq, peer: Incarnation, destination: Destination) -> None:
         """The request's twin messages have met."""
         req.peer, req.destination = peer, destination
-        problem = self._destination_problem(req, destination)
+        num_pages = self.kv.pages_for(req.num_tokens)
+        memory = self.links.ready(peer)
+        version = self.settings.weight_version
+        problem = destination_problem(destination, num_pages, memory, version)
         if problem is not None:
             self._fail(req, FailureKind.TRANSFER, problem)
             return
@@ -100,29 +104,37 @@ class PrefillScheduler(Scheduler[PrefillReq]):
         self.waiting_queue.take(req)
         self._mark(req, "bootstrap")
 
-    def _destination_problem(self, req: PrefillReq, destination: Destination) -> str | None:
-        if destination.weight_version != self.settings.weight_version:
-            return (
-                f"weight version is {self.settings.weight_version!r} here, "
-                f"{destination.weight_version!r} on decode"
-            )
-        memory = self.links.ready(req.peer)
-        if memory is None:
-            return "the link to decode is gone"
-        total = self.kv.pages_for(req.num_tokens)
-        if not 0 <= destination.first_page < total:
-            return f"first page {destination.first_page} of {total}"
-        if len(destination.pages) != total - destination.first_page:
-            return f"{len(destination.pages)} pages for {total - destination.first_page}"
-        return page_ids_problem(destination.pages, memory.num_pages)
-
     # ------------------------------------------------------------ messages from decode
 
-    def _on_peer_message(self, peer: Incarnation, body: ToPrefill | ToDecode) -> None:
-        message = cast(ToPrefill, body)
+    def _on_peer_event(self, event: FromPeer | PeerClosed | PeerProbed) -> None:
+        match event:
+            case FromPeer(peer, link, body):
+                message = cast(ToPrefill, body)
+                if isinstance(message, PeerHello):
+                    self._on_hello(peer, link, message)
+                elif self.links.is_current(peer, link):
+                    self._on_peer_message(peer, message)
+                else:
+                    self.counters["stale_messages"] += 1
+                    self._outbox.to_peer(peer, link, PeerRefused(reason=NOT_LINKED))
+            case PeerClosed(peer, link, why):
+                if self.links.is_current(peer, link):
+                    self._on_peer_lost(peer, why)
+            case PeerProbed():
+                raise AssertionError("a prefill node asks for no probe")
+            case _:
+                assert_never(event)
+
+    def _on_hello(self, peer: Incarnation, link: int, hello: PeerHello) -> None:
+        """Decode opens a link anew only when the one before is over, and its rooms given up."""
+        if self.links.supersedes(peer, link):
+            self._on_peer_lost(peer, "decode shook hands anew")
+        self.links.on_hello(peer, link, hello)
+
+    def _on_peer_message(
+        self, peer: Incarnation, message: Destination | Cancel | Sync | Pong | PeerBye
+    ) -> None:
         match message:
-            case PeerHello():
-                self.links.on_hello(peer, message)
             case Pong():
                 self.links.renew(peer, min(message.heard, self._now), message.lease_s)
             case PeerBye():
@@ -139,7 +151,7 @@ class PrefillScheduler(Scheduler[PrefillReq]):
     def _on_destination(self, peer: Incarnation, destination: Destination) -> None:
         if self.links.ready(peer) is None:
             self.counters["stale_messages"] += 1
-            self._outbox.to_peer(peer, PeerRefused(reason="not linked: shake hands again"))
+            self.links.send(peer, PeerRefused(reason=NOT_LINKED))
             return
         self.links.renew(peer, min(destination.heard, self._now), destination.lease_s)
         room = destination.room
@@ -162,7 +174,7 @@ class PrefillScheduler(Scheduler[PrefillReq]):
             if stone is None:
                 stone = Tombstone(Ending.FAILED, message="cancelled by decode")
                 self._tombstones.add(room, stone, self._now)
-            self._outbox.to_peer(peer, Drained(room=room, landed=sorted(stone.landed)))
+            self.links.send(peer, Drained(room=room, landed=sorted(stone.landed)))
             return
         if req.peer not in ("", peer):
             self.counters["stale_messages"] += 1
@@ -174,7 +186,7 @@ class PrefillScheduler(Scheduler[PrefillReq]):
     def _on_sync(self, peer: Incarnation, sync: Sync) -> None:
         """Level-triggered repair: whatever message was lost, say again what decode needs."""
         if self.links.ready(peer) is None:
-            self._outbox.to_peer(peer, PeerRefused(reason="not linked: shake hands again"))
+            self.links.send(peer, PeerRefused(reason=NOT_LINKED))
             return
         for room in sync.cancelling:
             self._on_cancel(peer, room)
@@ -183,7 +195,7 @@ class PrefillScheduler(Scheduler[PrefillReq]):
             if room in self._tombstones:
                 self._repeat_ending(peer, room)
             elif req in self.bootstrap_queue or (req is None and room not in self._early):
-                self._outbox.to_peer(peer, RoomUnknown(room))
+                self.links.send(peer, RoomUnknown(room))
         for room in sync.pending:
             waiting = self._reqs.get(room)
             if waiting is not None:
@@ -192,19 +204,9 @@ class PrefillScheduler(Scheduler[PrefillReq]):
     def _repeat_ending(self, peer: Incarnation, room: Room) -> None:
         stone = self._tombstones.get(room)
         assert stone is not None
-        match stone.ending:
-            case Ending.DONE:
-                pass
-            case Ending.FIRST_TOKEN:
-                self._outbox.to_peer(peer, RoomFinished(room))
-            case Ending.FAILED:
-                landed = sorted(stone.landed)
-                failed = RoomFailed(
-                    room=room, kind=stone.kind, message=stone.message, landed=landed
-                )
-                self._outbox.to_peer(peer, failed)
-            case _:
-                assert_never(stone.ending)
+        said = ending(room, stone)
+        if said is not None:
+            self.links.send(peer, said)
 
     def _on_transfer_event(self, event: PeerAdded | WriteDone | WriteFailed | Notified) -> None:
         match event:
@@ -244,7 +246,7 @@ class PrefillScheduler(Scheduler[PrefillReq]):
         rows = []
         for req, share in zip(reqs, shares, strict=True):
             if share:
-                rows.append((req, self._row(req, share)))
+                rows.append((req, req.next_row(share)))
         return rows
 
     def _admit(self) -> None:
@@ -255,19 +257,6 @@ class PrefillScheduler(Scheduler[PrefillReq]):
             self._slots.give(req)
             self.prefilling.take(req)
             self._mark(req, "queue")
-
-    def _row(self, req: PrefillReq, share: int) -> Row:
-        first = req.num_computed == 0
-        end = req.num_computed + share
-        assert req.slot is not None
-        return Row(
-            slot=req.slot,
-            start=req.num_computed,
-            token_ids=req.context()[req.num_computed : end],
-            new_pages=tuple(req.pages) if first else (),
-            sample_index=len(req.output_ids) if end == req.num_tokens else None,
-            init=SlotInit(req.sampling, req.prompt_ids, tuple(req.output_ids)) if first else None,
-        )
 
     def _on_computed(self, req: PrefillReq, row: Row, sample: Sample | None) -> None:
         req.num_computed += len(row.token_ids)
@@ -337,17 +326,17 @@ class PrefillScheduler(Scheduler[PrefillReq]):
         if req not in self.inflight_queue:
             return
         if req.finished is not None:
-            self._outbox.to_peer(req.peer, RoomFinished(req.room))
+            self.links.send(req.peer, RoomFinished(req.room))
         self._mark(req, "transfer")
         self.ledger.ended(req, "finished" if req.finished is not None else "handed over")
-        ending = Ending.DONE if req.finished is None else Ending.FIRST_TOKEN
-        self._retire(req, Tombstone(ending, frozenset(req.landed)))
+        kind = Ending.DONE if req.finished is None else Ending.FIRST_TOKEN
+        self._retire(req, Tombstone(kind, frozenset(req.landed)))
 
     # ------------------------------------------------------------ ends
 
     def _say_goodbye(self) -> None:
         for peer in self.links.linked():
-            self._outbox.to_peer(peer, PeerBye())
+            self.links.send(peer, PeerBye())
 
     def _retractable(self) -> Iterable[PrefillReq]:
         return (*self.prefilling, *self.inflight_queue)
@@ -364,10 +353,10 @@ class PrefillScheduler(Scheduler[PrefillReq]):
         kind, message = req.failure
         landed = sorted(req.landed)
         if req.cancelled:
-            self._outbox.to_peer(req.peer, Drained(room=req.room, landed=landed))
+            self.links.send(req.peer, Drained(room=req.room, landed=landed))
         elif req.peer:
             failed = RoomFailed(room=req.room, kind=kind, message=message, landed=landed)
-            self._outbox.to_peer(req.peer, failed)
+            self.links.send(req.peer, failed)
         stone = Tombstone(Ending.FAILED, frozenset(landed), kind, message)
         self._retire(req, stone)
 

@@ -58,5 +58,9 @@ class TransferBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """End in bounded time. All unfinished writes get their events; then the pool is free."""
+        """End in bounded time. All unfinished writes get their events; then the pool is free.
+
+        The exception is a post that the library does not return from: then no event comes, and the
+        process has to end. Call this before anything that tells peers that this process is gone.
+        """
         ...

@@ -82,7 +82,11 @@ class ThreadedTransfer(Generic[Handle]):
         return events
 
     def close(self) -> None:
-        """Bounded by `DRAIN_S` for posted writes plus `JOIN_S` for a post that blocks."""
+        """Bounded by `DRAIN_S` for posted writes plus `JOIN_S` for a post that blocks.
+
+        A post that blocks for longer cannot be ended by anything but the end of this process, which
+        has to follow at once: its writes get no event, and may still reach their peers until then.
+        """
         if self._closed:
             return
         self._closing.set()

@@ -10,11 +10,10 @@ from common.request import Req
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """Pages of an ended room that a silent peer might still write into."""
+    """Pages of an ended room that a lost peer might still write into."""
 
     peer: Incarnation
     pages: tuple[int, ...]
-    until: float
 
 
 class KVCacheManager:
@@ -56,14 +55,20 @@ class KVCacheManager:
         self._pool.free(req.pages)
         req.pages = []
 
-    def quarantine(self, req: Req, peer: Incarnation, until: float) -> None:
-        """Set the pages aside: `peer` went silent and could still write into them."""
+    def quarantine(self, req: Req, peer: Incarnation) -> None:
+        """Set the pages aside: `peer` is lost and could still write into them."""
         if req.pages:
-            self._quarantine[req.room] = Quarantined(peer, tuple(req.pages), until)
+            self._quarantine[req.room] = Quarantined(peer, tuple(req.pages))
             req.pages = []
+
+    def in_quarantine(self, room: Room) -> bool:
+        return room in self._quarantine
 
     def quarantined_rooms(self, peer: Incarnation) -> list[Room]:
         return [room for room, entry in self._quarantine.items() if entry.peer == peer]
+
+    def quarantined_peers(self) -> set[Incarnation]:
+        return {entry.peer for entry in self._quarantine.values()}
 
     def end_quarantine(self, room: Room, peer: Incarnation) -> bool:
         """`peer` says that it writes no more; whether that brought pages home."""
@@ -73,10 +78,15 @@ class KVCacheManager:
         self._pool.free(self._quarantine.pop(room).pages)
         return True
 
-    def expire_quarantine(self, now: float) -> None:
-        """Free what no write can reach any more."""
-        for room in [r for r, entry in self._quarantine.items() if entry.until <= now]:
-            self._pool.free(self._quarantine.pop(room).pages)
+    def free_quarantine(self, peer: Incarnation, *, last: bool) -> int:
+        """Free all that was set aside because of `peer`; returns the number of rooms.
+
+        `last`: without proof that nothing writes into them, so they are given away last.
+        """
+        rooms = self.quarantined_rooms(peer)
+        for room in rooms:
+            self._pool.free(self._quarantine.pop(room).pages, last=last)
+        return len(rooms)
 
     def check(self, reqs: Iterable[Req]) -> None:
         """Every page is free, a request's, or in quarantine, and in exactly one of these."""

@@ -19,7 +19,7 @@ from common.node_io.peer_side import PeerSide, Wiring
 from common.node_io.router_links import RouterLinks
 from common.node_io.settings import IOSettings, NodeIdentity, Registration
 from common.node_io.snapshot import Snapshot
-from common.plan import DialPeer, HangUp, Outgoing, ToPeerMsg, ToRouterMsg
+from common.plan import DialPeer, HangUp, Outgoing, ProbePeer, ToPeerMsg, ToRouterMsg
 from common.tally import Tally
 
 log = logging.getLogger(__name__)
@@ -126,12 +126,14 @@ class IOLoop:
         match message:
             case ToRouterMsg(router, to_router):
                 self._routers.send(router, to_router)
-            case ToPeerMsg(peer, to_peer):
-                self._peers.send(peer, to_peer)
-            case DialPeer(peer, address):
-                self._peers.dial(peer, address)
-            case HangUp(peer):
-                self._peers.hang_up(peer)
+            case ToPeerMsg(peer, link, to_peer):
+                self._peers.send(peer, link, to_peer)
+            case DialPeer(peer, address, link):
+                self._peers.dial(peer, address, link)
+            case HangUp(peer, link):
+                self._peers.hang_up(peer, link)
+            case ProbePeer(peer, address):
+                self._peers.probe(peer, address)
             case AdminDone():
                 self._desk.done(message)
             case _:

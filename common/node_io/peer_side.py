@@ -33,14 +33,17 @@ class PeerSide(Protocol):
     def register(self, registration: Registration) -> None:
         """Model, cache and transfer are registered."""
 
-    def send(self, peer: Incarnation, body: ToPrefill | ToDecode) -> None:
-        """To a linked peer; dropped and counted otherwise. Never waits."""
+    def send(self, peer: Incarnation, link: int, body: ToPrefill | ToDecode) -> None:
+        """Over an open link; dropped and counted otherwise. Never waits."""
 
-    def dial(self, peer: Incarnation, address: str) -> None:
+    def dial(self, peer: Incarnation, address: str, link: int) -> None:
         """Open a link, if this side dials."""
 
-    def hang_up(self, peer: Incarnation) -> None:
-        """Close a link; unknown peers are ignored."""
+    def hang_up(self, peer: Incarnation, link: int) -> None:
+        """Close a link; one that is not open is ignored."""
+
+    def probe(self, peer: Incarnation, address: str) -> None:
+        """Find out whether a peer's process exists, if this side dials."""
 
     def tick(self, paused: bool) -> None:
         """Once every heartbeat. `paused`: this node makes no forward passes now."""

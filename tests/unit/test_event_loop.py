@@ -82,10 +82,10 @@ def make() -> tuple[EventLoop, Recorder, PrefillScheduler]:
     recorder = Recorder()
     scheduler = PrefillScheduler(settings("p", 24), PAGE_BYTES)
     loop = EventLoop(scheduler, recorder, recorder, recorder, clock=lambda: 0.0)
-    recorder.inbox.append(FromPeer("d", HELLO))
+    recorder.inbox.append(FromPeer("d", 1, HELLO))
     recorder.facts.append(PeerAdded("d"))
     loop.turn()
-    recorder.inbox += [FromRouter("r", generate(1, prompt=10)), FromPeer("d", destination(1, 3))]
+    recorder.inbox += [FromRouter("r", generate(1, prompt=10)), FromPeer("d", 1, destination(1, 3))]
     recorder.did.clear()
     return loop, recorder, scheduler
 
@@ -139,7 +139,7 @@ def test_a_failed_pass_ends_its_requests_and_the_loop_goes_on() -> None:
 def test_a_fact_that_cannot_be_handled_concerns_no_other() -> None:
     loop, recorder, scheduler = make()
     bad = PeerHello(fingerprint=None, memory=None, lease_s=1.0)  # type: ignore[arg-type]
-    recorder.inbox.insert(0, FromPeer("x", bad))
+    recorder.inbox.insert(0, FromPeer("x", 1, bad))
     assert loop.turn()
     assert scheduler.counters["internal_errors"] == 1
     assert "run" in recorder.did
@@ -157,7 +157,7 @@ def test_asked_to_end_it_finishes_what_it_computes_first() -> None:
         assert turns < 10
     outputs = [m.body for m in recorder.sent if isinstance(m, ToRouterMsg)]
     assert isinstance(outputs[-1], Tokens)
-    assert recorder.sent[-1] == ToPeerMsg("d", PeerBye())
+    assert recorder.sent[-1] == ToPeerMsg("d", 1, PeerBye())
     assert recorder.stats.state is NodeState.DRAINING
 
 

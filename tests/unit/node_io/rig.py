@@ -179,10 +179,12 @@ def identity(role: DisaggregationMode, incarnation: str) -> NodeIdentity:
 
 
 @contextlib.contextmanager
-def prefill(*routers: str, incarnation: str = "p1", **changes: Any) -> Iterator[Engine]:
+def prefill(
+    *routers: str, incarnation: str = "p1", side_channel_port: int = 0, **changes: Any
+) -> Iterator[Engine]:
     """A started prefill node's I/O."""
     who = identity(DisaggregationMode.PREFILL, incarnation)
-    io = NodeIO(who, settings(*routers, **changes), PeerServer())
+    io = NodeIO(who, settings(*routers, **changes), PeerServer(side_channel_port))
     io.start()
     try:
         yield Engine(io)

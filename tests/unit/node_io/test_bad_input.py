@@ -52,7 +52,7 @@ def dealer(
 
 
 def still_serves(p: Engine, d: Engine, room: int) -> None:
-    d.io.send([ToPeerMsg("p1", Cancel(room))])
+    d.io.send([ToPeerMsg("p1", 1, Cancel(room))])
     p.get(FromPeer, lambda event: event.body == Cancel(room))
 
 
@@ -126,7 +126,7 @@ def test_a_prefill_node_that_talks_nonsense_harms_its_own_link_only(
         fake = context.socket(zmq.ROUTER)
         fake.linger = 0
         fake.bind("tcp://127.0.0.1:*")
-        d.io.send([DialPeer("p9", fake.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))])
+        d.io.send([DialPeer("p9", fake.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"), 2)])
         assert fake.poll(5000)
         node_id = fake.recv_multipart()[0]
         for payload in MALFORMED:
@@ -140,7 +140,7 @@ def test_a_prefill_node_that_talks_nonsense_harms_its_own_link_only(
         repeated = encode(Envelope[ToDecode]("p9", "d1", 5, welcome))
         for _ in range(3):
             fake.send_multipart([node_id, repeated])
-        d.get(FromPeer, lambda event: event == FromPeer("p9", welcome))
+        d.get(FromPeer, lambda event: event == FromPeer("p9", 2, welcome))
         eventually(lambda: counters(d).get("peer_sequence_gaps", 0) >= 2)
         found = counters(d)
         assert found["garbage_peer_frames"] == len(MALFORMED) + 1

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from common.credentials import ClusterKeys, Secret
-from common.events import FromPeer, FromRouter, PeerSilent
+from common.events import FromPeer, FromRouter, PeerClosed
 from common.messages import Abort, Cancel
 from common.plan import DialPeer, ToPeerMsg
 from tests.unit.node_io.rig import REGISTRATION, FakeRouter, decode, eventually, prefill
@@ -66,7 +66,7 @@ def test_a_node_says_who_refused_it_once_tries_seldom_and_joins_when_it_may(
 def test_the_side_channel_takes_decode_nodes_with_the_secret(log: Log) -> None:
     with prefill(keys=OURS) as p, decode(keys=OURS) as d:
         shake_hands(p, d)
-        d.io.send([ToPeerMsg("p1", Cancel(7))])
+        d.io.send([ToPeerMsg("p1", 1, Cancel(7))])
         p.get(FromPeer, lambda event: event.body == Cancel(7))
     assert log("refused_connections") == log("refused_by_peers") == []
 
@@ -78,14 +78,14 @@ def test_the_side_channel_refuses_others_and_serves_on(
     with prefill(keys=there) as p, decode(keys=there) as friend, decode(keys=here) as stranger:
         shake_hands(p, friend)
         stranger.io.announce(REGISTRATION)
-        stranger.io.send([DialPeer("p1", p.io.side_channel)])
-        stranger.get(PeerSilent)
+        stranger.io.send([DialPeer("p1", p.io.side_channel, 1)])
+        stranger.get(PeerClosed)
         (line,) = log("refused_by_peers")
         assert p.io.side_channel in line
         assert "cluster secret" in line
         eventually(lambda: log("refused_connections"), "prefill says so too")
         assert len(log("refused_connections")) == 1
-        friend.io.send([ToPeerMsg("p1", Cancel(8))])
+        friend.io.send([ToPeerMsg("p1", 1, Cancel(8))])
         p.get(FromPeer, lambda event: event.body == Cancel(8))
         assert not [e for e in p.seen if isinstance(e, FromPeer) and e.peer != "d1"]
 

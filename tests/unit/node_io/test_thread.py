@@ -40,9 +40,11 @@ def test_closing_leaves_no_thread_and_no_descriptor(router: FakeRouter) -> None:
             d.io.announce(REGISTRATION)
             router.welcome()
             router.welcome()
-            d.io.send([DialPeer("p1", p.io.side_channel), DialPeer("p2", "tcp://127.0.0.1:9")])
+            d.io.send(
+                [DialPeer("p1", p.io.side_channel, 1), DialPeer("p2", "tcp://127.0.0.1:9", 2)]
+            )
             p.io.wait(1.0)
-            d.io.send([HangUp("p2")])
+            d.io.send([HangUp("p2", 2)])
 
     life()  # libraries open what they keep on first use
     descriptors, running = open_descriptors(), threads()
@@ -62,7 +64,7 @@ def test_closing_is_quick_and_can_be_repeated() -> None:
         engine.io.close()
         engine.io.wake()
         engine.io.wait(0.0)
-        engine.io.send([HangUp("p1")])
+        engine.io.send([HangUp("p1", 1)])
         engine.io.announce(REGISTRATION)
 
 

@@ -55,7 +55,12 @@ class Driven:
         self.scheduler.handle(FromRouter(router, body), self.now)
 
     def peer(self, body: Any, peer: str) -> None:
-        self.scheduler.handle(FromPeer(peer, body), self.now)
+        """A message on the link that stands, or that a handshake opens."""
+        link = 1
+        if isinstance(self.scheduler, DecodeScheduler):
+            found = self.scheduler.links._links.get(peer)
+            link = 0 if found is None else found.number
+        self.scheduler.handle(FromPeer(peer, link, body), self.now)
 
     def fact(self, event: Any) -> None:
         self.scheduler.on_transfer(event, self.now)

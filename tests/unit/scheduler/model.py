@@ -89,6 +89,12 @@ class PostedWrite:
     source: Incarnation
     write: Write
     due: float
+    needs_source: bool = False
+    """It goes on only while its process runs: it was stopped before, or within, the post."""
+    held_since: float | None = None
+    """A cut keeps it back."""
+    content: list[list[int | None]] | None = None
+    """Once its process has ended: what the kernel still sends."""
 
     @property
     def room(self) -> Room:

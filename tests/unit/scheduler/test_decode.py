@@ -1,6 +1,5 @@
-"""The decode scheduler by itself: admission, landing, retraction, stray writes, quarantine."""
+"""The decode scheduler by itself: admission, landing, retraction, stray writes."""
 
-from common.events import PeerSilent
 from common.lifecycle import State
 from common.messages import (
     Abort,
@@ -9,7 +8,6 @@ from common.messages import (
     Drained,
     Failed,
     FailureKind,
-    PeerRefused,
     PeerWelcome,
     Ping,
     Retracted,
@@ -157,35 +155,6 @@ def test_a_lost_cancel_is_said_again() -> None:
     node.peer(RoomUnknown(2), "p")
     node.step()
     assert [d.room for d in node.said(Destination)] == [1, 2, 2]
-
-
-def test_pages_of_a_silent_peer_wait_for_its_lease() -> None:
-    node = transferring(1)
-    node.scheduler.handle(PeerSilent("p"), 0.0)
-    node.step()
-    assert [answer.kind for answer in node.said(Failed)] == [FailureKind.PEER_LOST]
-    assert node.scheduler.kv.num_quarantined == 2
-    node.now = 5.9
-    node.step()
-    assert node.scheduler.kv.num_quarantined == 2
-    node.now = 6.1  # lease 4, longest post 1, grace 1
-    node.step()
-    assert node.scheduler.kv.num_free == 24
-
-
-def test_drained_on_a_new_link_ends_the_quarantine_early() -> None:
-    node = transferring(1)
-    node.peer(PeerRefused(reason="not linked"), "p")
-    node.router(generate(2))
-    node.step()
-    node.peer(PeerWelcome(fingerprint=FINGERPRINT), "p")
-    node.step()
-    assert node.said(Sync)[-1].cancelling == [1]
-    node.peer(Drained(room=1, landed=[]), "another prefill")
-    assert node.scheduler.kv.num_quarantined == 2
-    node.peer(Drained(room=1, landed=[]), "p")
-    node.step()
-    assert node.scheduler.kv.num_quarantined == 0
 
 
 def test_a_stray_write_retracts_whoever_owns_its_pages_now() -> None:

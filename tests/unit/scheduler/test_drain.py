@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from common.events import PeerSilent
+from common.events import PeerClosed
 from common.messages import (
     Abort,
     Cancel,
@@ -161,7 +161,7 @@ def test_decode_waits_for_its_quarantine_but_not_beyond_the_bound() -> None:
     node.step()
     node.peer(PeerWelcome(fingerprint=FINGERPRINT), "p")
     node.step()
-    node.scheduler.handle(PeerSilent("p"), node.now)
+    node.scheduler.handle(PeerClosed("p", 1, "silent"), node.now)
     begin(node)
     later(node, 5.0)
     assert not may_end(node)
@@ -237,17 +237,17 @@ def test_announced_prefill_nodes_are_dialled_before_a_request_names_them() -> No
     node.peer(PeerWelcome(fingerprint=FINGERPRINT), "p")
     assert node.scheduler.stats().linked_peers == ["p"]
     node.router(Peers([PeerNode("p", "tcp://p")]))
-    assert [m for m in node.step().messages if isinstance(m, HangUp)] == [HangUp("q")]
+    assert [m for m in node.step().messages if isinstance(m, HangUp)] == [HangUp("q", 2)]
 
 
 def test_a_lost_link_to_an_announced_node_is_dialled_again() -> None:
     node = decode()
     node.router(Peers([PeerNode("p", "tcp://p")]))
     node.step()
-    node.scheduler.handle(PeerSilent("p"), node.now)
+    node.scheduler.handle(PeerClosed("p", 1, "silent"), node.now)
     assert not [m for m in node.step().messages if isinstance(m, DialPeer)]
     plan = later(node, 1.0)
-    assert [m for m in plan.messages if isinstance(m, DialPeer)] == [DialPeer("p", "tcp://p")]
+    assert [m for m in plan.messages if isinstance(m, DialPeer)] == [DialPeer("p", "tcp://p", 2)]
 
 
 def test_a_link_that_a_room_needs_outlives_the_announcement() -> None:
@@ -261,7 +261,7 @@ def test_a_link_that_a_room_needs_outlives_the_announcement() -> None:
     assert not [m for m in node.step().messages if isinstance(m, HangUp)]
     node.router(Abort(1))
     node.peer(Drained(room=1), "p")
-    assert [m for m in node.step().messages if isinstance(m, HangUp)] == [HangUp("p")]
+    assert [m for m in node.step().messages if isinstance(m, HangUp)] == [HangUp("p", 1)]
 
 
 # ---------------------------------------------------------------- bounded queues

@@ -19,7 +19,7 @@ def disturb(world: World, chance: random.Random) -> None:
     names = list(world.nodes)
     name = chance.choice(names)
     node = world.nodes[name]
-    match chance.randrange(15):
+    match chance.randrange(16):
         case 0 | 1 | 2 | 3:
             prompt = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 40))]
             stop = (chance.randrange(VOCAB),) if chance.random() < 0.3 else ()
@@ -40,12 +40,15 @@ def disturb(world: World, chance: random.Random) -> None:
             world.kill(name)
             _ = world.add_prefill() if name.startswith("p") else world.add_decode()
         case 11 if chance.random() < 0.5:
-            node.frozen_until = world.now + chance.choice([0.5, 3.0, 9.0])
+            world.freeze(name, chance.choice([0.5, 3.0, 9.0]))
         case 12 if chance.random() < 0.5:
             world.break_router_link(name)
         case 13 if chance.random() < 0.4 and not node.scheduler.leave.under_way:
             node.scheduler.leave.begin(world.now)
             _ = world.add_prefill() if name.startswith("p") else world.add_decode()
+        case 14 if chance.random() < 0.3:
+            one, other = chance.choice(world.prefills()), chance.choice(world.decodes())
+            world.cut(one, other, chance.choice([0.5, 3.0, 9.0]))
         case _:
             pass
 

@@ -69,7 +69,7 @@ def failed_while_a_sibling_is_posted(patch: pytest.MonkeyPatch) -> None:
 
     def planted(self: PrefillScheduler, req: PrefillReq, kind: FailureKind, message: str) -> None:
         failed = RoomFailed(room=req.room, kind=kind, message=message)
-        self._outbox.to_peer(req.peer, failed)
+        self.links.send(req.peer, failed)
         original(self, req, kind, message)
 
     patch.setattr(PrefillScheduler, "_let_go", planted)

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from common.events import PeerSilent
+from common.events import PeerClosed
 from common.lifecycle import PREFILL_EDGES, IllegalTransition, ReqQueue, State
 from common.messages import (
     Abort,
@@ -208,7 +208,7 @@ def test_a_lease_never_outlives_what_decode_has_echoed() -> None:
 
 def test_a_lost_decode_fails_its_requests_and_pages_wait_for_the_write() -> None:
     node = posted(chunks=1)
-    node.scheduler.handle(PeerSilent("d"), 1.0)
+    node.scheduler.handle(PeerClosed("d", 1, "silent"), 1.0)
     node.step()
     assert [answer.kind for answer in node.said(Failed)] == [FailureKind.PEER_LOST]
     assert node.scheduler.kv.num_free < 24

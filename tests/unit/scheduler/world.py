@@ -1,6 +1,6 @@
 """A whole cluster in virtual time: real schedulers, a lossy side channel, writes that take a while.
 
-The wire between decode and prefill loses, repeats and reorders. The router link is ordered and
+The wire between decode and prefill is `network`. The router link is ordered and
 breaks as a whole, as `common/node_io` guarantees. Nodes can be killed, replaced, frozen and paused.
 After every turn of a node its invariants are checked, and every write that lands is checked against
 the owners of the pages it reads and writes.
@@ -11,34 +11,25 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.events import FromPeer, FromRouter, PeerSilent, RouterLost
+from common.events import FromPeer, FromRouter, PeerClosed, PeerProbed, RouterLost
 from common.messages import (
     WIRE_VERSION,
     Cancel,
     Fingerprint,
     Generate,
     Incarnation,
-    PeerBye,
     PeerGone,
-    PeerHello,
     PeerMemory,
-    PeerRefused,
-    PeerWelcome,
-    Ping,
-    Pong,
     decode_notification,
 )
 from common.plan import (
     AddPeer,
-    DialPeer,
     ExpectWrites,
-    HangUp,
     Notified,
     Outgoing,
     PeerAdded,
     RemovePeer,
     RenewLease,
-    ToPeerMsg,
     ToRouterMsg,
     TransferCommand,
     Write,
@@ -51,6 +42,7 @@ from decode_node.scheduler import DecodeScheduler
 from prefill_node.scheduler import PrefillScheduler
 from tests.unit.scheduler.client import ModelRouter
 from tests.unit.scheduler.model import PAGE, VOCAB, FakeRunner, Memory, PostedWrite, Violation
+from tests.unit.scheduler.network import Network, memory
 from tests.unit.scheduler.real_router import RealRouter
 
 ROUTER = "router-1"
@@ -63,7 +55,10 @@ FINGERPRINT = Fingerprint(
     head_dim=1,
     page_size=PAGE,
 )
-LEASE_S, POST_S, PEER_TIMEOUT_S, TICK_S = 4.0, 1.0, 2.0, 0.1
+LEASE_S, POST_S, TICK_S = 4.0, 1.0, 0.1
+UNPROVEN_S, STOPPED_S = 30.0, 60.0
+LATE_S = 0.7
+"""Longest that bytes are on their way after their sender's end, or after a network heals."""
 PAGE_BYTES = 64
 
 
@@ -81,6 +76,8 @@ def settings(incarnation: str, num_pages: int, **overrides: Any) -> SchedulerSet
         "transfer_timeout_s": 20.0,
         "lease_s": LEASE_S,
         "longest_post_s": POST_S,
+        "unproven_s": UNPROVEN_S,
+        "stopped_peer_s": STOPPED_S,
         "sync_s": 0.5,
         "drain_s": 3.0,
     }
@@ -95,11 +92,6 @@ class Node:
     inbox: deque[FromRouter | RouterLost] = field(default_factory=deque)
     facts: list[Any] = field(default_factory=list)
     frozen_until: float = 0.0
-    dialled: dict[Incarnation, float] = field(default_factory=dict)
-    """Decode: when each prefill was last heard; present until hung up."""
-    welcomed: set[Incarnation] = field(default_factory=set)
-    linked: dict[Incarnation, float] = field(default_factory=dict)
-    """Prefill: when each decode was last heard."""
     leases: dict[Incarnation, float] = field(default_factory=dict)
     peers: set[Incarnation] = field(default_factory=set)
     """Prefill: what the transfer backend knows."""
@@ -126,10 +118,11 @@ class World:
     ) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
-        self.loss, self.repeat, self.reorder = loss, repeat, reorder
+        self.repeat = repeat
+        self.lease_s = LEASE_S
+        self.network = Network(self, loss, repeat, reorder)
         self.pages, self.overrides = pages, overrides
         self.nodes: dict[Incarnation, Node] = {}
-        self.wire: list[tuple[Incarnation, Incarnation, Any]] = []
         self.writes: list[PostedWrite] = []
         self.born = 0
         self.left: list[Incarnation] = []
@@ -165,15 +158,29 @@ class World:
         return [n for n in self.nodes if n.startswith("d")]
 
     def kill(self, name: Incarnation) -> None:
-        """kill -9: its queued messages and writes are gone; peers notice by silence."""
+        """kill -9: its queued messages are gone, and its writes but for what its kernel has."""
         self._remove(name)
         self.router.on_node_lost(name)
 
     def _remove(self, name: Incarnation) -> None:
+        for posted in [w for w in self.writes if w.source == name]:
+            posted.content = self._content(posted)
+            posted.due = min(posted.due, self.now + LATE_S)
+            if posted.needs_source:
+                self.writes.remove(posted)
         del self.nodes[name]
-        self.writes = [w for w in self.writes if w.source != name]
+        self.network.forget(name)
         for node in self.nodes.values():
-            node.inbox.append(FromRouter(ROUTER, PeerGone(name)))
+            if self.random.random() < 0.7:
+                node.inbox.append(FromRouter(ROUTER, PeerGone(name)))
+
+    def freeze(self, name: Incarnation, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT later."""
+        self.nodes[name].frozen_until = self.now + seconds
+
+    def cut(self, one: Incarnation, other: Incarnation, seconds: float) -> None:
+        """No byte passes between the two."""
+        self.network.cuts[frozenset((one, other))] = self.now + seconds
 
     def _leave(self, name: Incarnation) -> None:
         """A drained node ends: nothing of its own, and nothing into it, may be under way."""
@@ -196,10 +203,10 @@ class World:
 
     def tick(self) -> None:
         self.now += TICK_S
-        self._heartbeats()
+        self.network.beat()
         for name in list(self.nodes):
             self.turn(name)
-        self.deliver(len(self.wire))
+        self.network.deliver()
         self.land()
         self.router.turn()
 
@@ -213,7 +220,7 @@ class World:
             scheduler.handle(node.inbox.popleft(), self.now)
         facts, node.facts = node.facts, []
         for fact in facts:
-            if isinstance(fact, FromPeer | PeerSilent):
+            if isinstance(fact, FromPeer | PeerClosed | PeerProbed):
                 scheduler.handle(fact, self.now)
             else:
                 scheduler.on_transfer(fact, self.now)
@@ -221,7 +228,7 @@ class World:
         for command in plan.transfers:
             self._transfer(name, node, command)
         for message in plan.messages:
-            self._send(name, node, message)
+            self._send(name, message)
         if scheduler.leave.may_end(self.now, is_empty=scheduler.is_empty):
             self._leave(name)
             return
@@ -239,7 +246,8 @@ class World:
 
     def settle(self, limit: int = 3000) -> None:
         """Heal the world, run until requests have ended, pages are home, and who leaves is gone."""
-        self.loss = self.repeat = 0.0
+        self.repeat = 0.0
+        self.network.heal()
         for node in self.nodes.values():
             node.frozen_until = 0.0
             node.scheduler.continue_generation()
@@ -263,86 +271,19 @@ class World:
             for name, node in self.nodes.items()
         )
 
-    # ------------------------------------------------------------ the I/O threads
+    def runs(self, name: Incarnation) -> bool:
+        """Whether the process exists and is not stopped."""
+        node = self.nodes.get(name)
+        return node is not None and node.frozen_until <= self.now
 
-    def _heartbeats(self) -> None:
-        for d in self.decodes():
-            for p in list(self.nodes[d].dialled):
-                self._heartbeat(d, p)
-        for p in self.prefills():
-            for d, heard in list(self.nodes[p].linked.items()):
-                if self.now - heard > PEER_TIMEOUT_S:
-                    del self.nodes[p].linked[d]
-                    self.nodes[p].facts.append(PeerSilent(d))
+    def memory_of(self, name: Incarnation) -> PeerMemory:
+        return memory(name, self.pages, PAGE_BYTES)
 
-    def _heartbeat(self, d: Incarnation, p: Incarnation) -> None:
-        """Prefill pings a linked decode, which answers; an unlinked one says hello again."""
-        decode, prefill = self.nodes[d], self.nodes.get(p)
-        alive = prefill is not None and self.now >= prefill.frozen_until
-        if prefill is not None and alive and p not in decode.welcomed:
-            memory = self._memory(d)
-            self._post(d, p, PeerHello(fingerprint=FINGERPRINT, memory=memory, lease_s=LEASE_S))
-        if prefill is not None and alive and d in prefill.linked:
-            decode.dialled[p] = self.now
-            paused = prefill.scheduler.paused is not None
-            decode.facts.append(FromPeer(p, Ping(self.now, paused)))
-            if self.now >= decode.frozen_until:
-                prefill.linked[d] = self.now
-                prefill.facts.append(FromPeer(d, Pong(heard=self.now, lease_s=LEASE_S)))
-        elif self.now - decode.dialled[p] > PEER_TIMEOUT_S:
-            self._forget(decode, p)
-            decode.facts.append(PeerSilent(p))
-
-    def _memory(self, name: Incarnation) -> PeerMemory:
-        return PeerMemory(
-            agent_name=name,
-            metadata=b"m",
-            base_address=4096,
-            num_pages=self.pages,
-            page_bytes=PAGE_BYTES,
-        )
-
-    def _forget(self, decode: Node, peer: Incarnation) -> None:
-        decode.dialled.pop(peer, None)
-        decode.welcomed.discard(peer)
-
-    def _send(self, name: Incarnation, node: Node, message: Outgoing) -> None:
-        match message:
-            case ToRouterMsg(_, body):
-                self.router.receive(name, body)
-            case ToPeerMsg(peer, body):
-                self._post(name, peer, body)
-            case DialPeer(peer, _):
-                node.dialled[peer] = self.now
-            case HangUp(peer):
-                self._forget(node, peer)
-                node.linked.pop(peer, None)
-                if name.startswith("d"):
-                    self._post(name, peer, PeerBye())
-
-    def _post(self, source: Incarnation, target: Incarnation, body: Any) -> None:
-        copies = 0 if self.random.random() < self.loss else 1
-        copies += self.random.random() < self.repeat
-        self.wire += [(source, target, body)] * copies
-
-    def deliver(self, count: int) -> None:
-        """Hand over messages that are on the wire, in some order."""
-        if self.reorder:
-            self.random.shuffle(self.wire)
-        due, self.wire = self.wire[:count], self.wire[count:]
-        for source, target, body in due:
-            node = self.nodes.get(target)
-            if node is None:
-                continue
-            if isinstance(body, PeerHello):
-                node.linked[source] = self.now
-            if isinstance(body, PeerWelcome) and source in node.dialled:
-                node.welcomed.add(source)
-            if isinstance(body, PeerRefused) and source not in node.dialled:
-                continue
-            if isinstance(body, PeerBye) and target.startswith("d") and source not in node.dialled:
-                continue
-            node.facts.append(FromPeer(source, body))
+    def _send(self, name: Incarnation, message: Outgoing) -> None:
+        if isinstance(message, ToRouterMsg):
+            self.router.receive(name, message.body)
+        else:
+            self.network.carry_out(name, message)
 
     # ------------------------------------------------------------ the transfer backend
 
@@ -353,6 +294,7 @@ class World:
                 node.facts.append(PeerAdded(peer))
             case RemovePeer(peer):
                 node.peers.discard(peer)
+                node.leases.pop(peer, None)
             case RenewLease(peer, until):
                 node.leases[peer] = until
             case Write():
@@ -361,32 +303,52 @@ class World:
                     node.facts.append(WriteFailed(command.room, command.chunk, "not posted"))
                 else:
                     due = self.now + self.random.uniform(0, POST_S)
-                    self.writes.append(PostedWrite(name, command, due))
+                    needs_source = self.random.random() < 0.5
+                    self.writes.append(PostedWrite(name, command, due, needs_source))
             case ExpectWrites():
                 pass
 
     def land(self) -> None:
-        for posted in [w for w in self.writes if w.due <= self.now]:
-            self.writes.remove(posted)
-            self._land(posted)
+        """Bytes arrive. Some of a stopped process's writes wait for it, some are with the kernel
+        already; a cut holds all of them back, and a network that heals delivers them after up to
+        the same time once more, as the kernels repeat."""
+        for posted in list(self.writes):
+            if self.network.is_cut(posted.source, posted.write.peer):
+                posted.held_since = self.now if posted.held_since is None else posted.held_since
+            elif posted.held_since is not None:
+                outage_s, posted.held_since = self.now - posted.held_since, None
+                posted.due = self.now + self.random.uniform(0, max(LATE_S, outage_s))
+            elif posted.due <= self.now and (self.runs(posted.source) or not posted.needs_source):
+                self.writes.remove(posted)
+                self._land(posted)
 
     def _land(self, posted: PostedWrite) -> None:
-        source, write = self.nodes[posted.source], posted.write
+        source, write = self.nodes.get(posted.source), posted.write
         target = self.nodes.get(write.peer)
-        req = source.scheduler._reqs.get(write.room)
-        if req is None or not set(write.source_pages) <= set(req.pages):
-            raise Violation(f"{posted.source} freed pages that a posted write reads")
-        if target is None or self.random.random() < self.loss / 4:
-            source.facts.append(WriteFailed(write.room, write.chunk, "planted transfer failure"))
+        if source is not None:
+            req = source.scheduler._reqs.get(write.room)
+            if req is None or not set(write.source_pages) <= set(req.pages):
+                raise Violation(f"{posted.source} freed pages that a posted write reads")
+            if target is None or self.random.random() < self.network.loss / 4:
+                failed = WriteFailed(write.room, write.chunk, "planted transfer failure")
+                source.facts.append(failed)
+                return
+        if target is None:
             return
         self._check_target(target, write)
-        for here, there in zip(write.source_pages, write.target_pages, strict=True):
-            target.memory.cells[there] = list(source.memory.cells[here])
-        source.facts.append(WriteDone(write.room, write.chunk, len(write.source_pages), 0.01))
-        target.facts.insert(
-            self.random.randint(0, len(target.facts)) if self.reorder else len(target.facts),
-            Notified(write.notification),
-        )
+        content = posted.content or self._content(posted)
+        for cells, there in zip(content, write.target_pages, strict=True):
+            target.memory.cells[there] = list(cells)
+        if source is not None:
+            source.facts.append(WriteDone(write.room, write.chunk, len(write.source_pages), 0.01))
+        place = len(target.facts)
+        if self.network.reorder:
+            place = self.random.randint(0, place)
+        target.facts.insert(place, Notified(write.notification))
+
+    def _content(self, posted: PostedWrite) -> list[list[int | None]]:
+        memory = self.nodes[posted.source].memory
+        return [list(memory.cells[page]) for page in posted.write.source_pages]
 
     def _check_target(self, target: Node, write: Write) -> None:
         """A write may land in pages of its own room, or set aside for it; never in another's."""
