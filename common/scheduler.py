@@ -149,8 +149,8 @@ class Scheduler(ABC, Generic[R]):
     def _on_transfer_event(self, event: PeerAdded | WriteDone | WriteFailed | Notified) -> None:
         """Take in what the transfer backend says, but for a peer's loss."""
 
-    def _on_peers(self, router: Incarnation, nodes: Sequence[PeerNode]) -> None:
-        """A router has told which prefill nodes there are; nothing to one that is dialled."""
+    def _on_peers(self, router: Incarnation, nodes: Sequence[PeerNode] | None) -> None:
+        """The prefill nodes that a router names, None once it is lost; for a role that dials."""
 
     # ------------------------------------------------------------ events
 
@@ -164,6 +164,7 @@ class Scheduler(ABC, Generic[R]):
             case FromRouter(router, body):
                 self._on_router_message(router, body)
             case RouterLost(router):
+                self._on_peers(router, None)
                 for req in self.unfinished():
                     if req.router == router:
                         self._stop(req, None, FailureKind.REFUSED, "its router is gone")

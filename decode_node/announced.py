@@ -17,15 +17,15 @@ class AnnouncedPeers:
         self._departed: set[Incarnation] = set()
         self._next_look = 0.0
 
-    def announce(self, router: Incarnation, nodes: Sequence[PeerNode]) -> None:
-        before = self._lists.get(router, {})
-        self._lists[router] = {node.incarnation: node.address for node in nodes}
-        self._departed = (self._departed | set(before)) - set(self._all())
+    def announce(self, router: Incarnation, nodes: Sequence[PeerNode] | None) -> None:
+        """All nodes that `router` names. None: it is lost, but its nodes are not; links to them
+        stay for whoever names them next, and are not dialled again meanwhile."""
+        before = self._lists.pop(router, {})
+        if nodes is not None:
+            self._lists[router] = {node.incarnation: node.address for node in nodes}
+            self._departed |= set(before)
+        self._departed -= set(self._all())
         self._next_look = 0.0
-
-    def forget(self, router: Incarnation) -> None:
-        """The router is gone. Its nodes are not: links to them stay for who comes after it."""
-        self._lists.pop(router, None)
 
     def tend(self, now: float, is_needed: Callable[[Incarnation], bool]) -> None:
         """Dial who is named; hang up on who no longer is, unless a room still needs the link."""

@@ -108,7 +108,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         self._watch_for_writes()
         self._sync_links()
 
-    def _on_peers(self, router: Incarnation, nodes: Sequence[PeerNode]) -> None:
+    def _on_peers(self, router: Incarnation, nodes: Sequence[PeerNode] | None) -> None:
         self._announced.announce(router, nodes)
 
     def _is_needed(self, peer: Incarnation) -> bool:

@@ -38,14 +38,19 @@ class AttemptTable:
             return None
         return job, attempt
 
-    def depending_on(self, node: Incarnation) -> list[Job]:
-        """Jobs whose attempts end with this node, oldest first."""
+    def depending_on(self, node: Incarnation, *, left: bool = False) -> list[Job]:
+        """Jobs whose attempts end with this node, oldest first.
+
+        `left`: it said goodbye, so its writes have ended and it has given back what it did not
+        finish; of what it finished, decode will say whether the KV came.
+        """
         jobs = [
             job
             for job in self._jobs.values()
             if job.attempt is not None
             and node in (job.attempt.prefill, job.attempt.decode)
             and not outlived(node, job.attempt)
+            and not (left and node == job.attempt.prefill and job.attempt.first_token)
         ]
         return sorted(jobs, key=lambda job: job.rank)
 

@@ -264,7 +264,7 @@ class Dispatcher:
 
     def on_node_loss(self, node: Incarnation, loss: Loss, now: float) -> None:
         """All attempts on a node are over, except those that need it no more."""
-        for job in self._attempts.depending_on(node):
+        for job in self._attempts.depending_on(node, left=loss is Loss.LEFT):
             # After a gap the node is alive and still holds the room; else nobody is there to tell.
             self._abort_attempt(job, but=None if loss is Loss.GAP else node)
             self._replay(job, CAUSE_OF_LOSS[loss], {node}, now, f"a node was lost ({loss})")

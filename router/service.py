@@ -349,12 +349,16 @@ class RouterService:
             log.warning("no work goes through this pair: %s", mismatch)
 
     def _lose(self, node: Incarnation, loss: Loss, now: float) -> None:
-        """End the attempts on a node; when it is given up, tell all others."""
+        """End the attempts on a node; when it is given up, tell all others.
+
+        Who has left said so to its peers itself, once its writes had ended. A word from here could
+        overtake that, and what those writes notify.
+        """
         self.dispatcher.on_node_loss(node, loss, now)
         if loss is not Loss.GAP:
             self._desk.on_node_loss(node)
         if self.registry.get(node) is None:
-            for other in self.registry.all():
+            for other in self.registry.all() if loss is not Loss.LEFT else ():
                 self._send(Send(other.incarnation, PeerGone(node)), now)
             self._announce(now)
 

@@ -32,6 +32,22 @@ def test_prefill_lost_after_decode_has_spoken_is_no_loss(loss: Loss) -> None:
     assert ear(job).tokens == [50, 51]
 
 
+def test_a_prefill_that_left_has_finished_what_it_did_not_give_back() -> None:
+    desk = Desk("p1 p2 d1")
+    computed, not_begun = desk.submit("a"), desk.submit("b")
+    leaving = attempt(computed).prefill
+    if attempt(not_begun).prefill != leaving:
+        not_begun = desk.submit("c")
+    assert attempt(not_begun).prefill == leaving
+    desk.tokens(leaving, room(computed), 0, 50)
+    old = room(computed)
+    desk.lose(leaving, Loss.LEFT)
+    assert room(computed) == old
+    assert attempt(not_begun).prefill != leaving
+    desk.tokens("d1", old, 0, 50, 51, finish=StopReason.STOP)
+    assert ear(computed).ended == "stop"
+
+
 def test_prefill_dies_after_the_first_token_and_nothing_is_lost_or_doubled() -> None:
     desk = Desk("p1 d1")
     job = desk.submit()

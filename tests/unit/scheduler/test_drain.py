@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from common.events import PeerClosed
+from common.events import PeerClosed, RouterLost
 from common.messages import (
     Abort,
     Cancel,
@@ -248,6 +248,22 @@ def test_a_lost_link_to_an_announced_node_is_dialled_again() -> None:
     assert not [m for m in node.step().messages if isinstance(m, DialPeer)]
     plan = later(node, 1.0)
     assert [m for m in plan.messages if isinstance(m, DialPeer)] == [DialPeer("p", "tcp://p", 2)]
+
+
+def test_a_lost_routers_nodes_stay_linked_but_are_not_dialled_again() -> None:
+    node = decode()
+    node.router(Peers([PeerNode("p", "tcp://p"), PeerNode("q", "tcp://q")]))
+    node.step()
+    node.peer(PeerWelcome(fingerprint=FINGERPRINT), "p")
+    node.scheduler.handle(RouterLost("r"), node.now)
+    plan = node.step()
+    assert not [m for m in plan.messages if isinstance(m, HangUp)]
+    assert node.scheduler.stats().linked_peers == ["p"]
+    node.scheduler.handle(PeerClosed("q", 2, "silent"), node.now)
+    for _ in range(5):
+        assert not [m for m in later(node, 1.0).messages if isinstance(m, DialPeer)]
+    node.router(Peers([PeerNode("p", "tcp://p"), PeerNode("q", "tcp://q")]), "r2")
+    assert [m.peer for m in node.step().messages if isinstance(m, DialPeer)] == ["q"]
 
 
 def test_a_link_that_a_room_needs_outlives_the_announcement() -> None:

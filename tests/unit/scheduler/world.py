@@ -161,6 +161,9 @@ class World:
         """kill -9: its queued messages are gone, and its writes but for what its kernel has."""
         self._remove(name)
         self.router.on_node_lost(name)
+        for node in self.nodes.values():
+            if self.random.random() < 0.7:
+                node.inbox.append(FromRouter(ROUTER, PeerGone(name)))
 
     def _remove(self, name: Incarnation) -> None:
         for posted in [w for w in self.writes if w.source == name]:
@@ -170,9 +173,6 @@ class World:
                 self.writes.remove(posted)
         del self.nodes[name]
         self.network.forget(name)
-        for node in self.nodes.values():
-            if self.random.random() < 0.7:
-                node.inbox.append(FromRouter(ROUTER, PeerGone(name)))
 
     def freeze(self, name: Incarnation, seconds: float) -> None:
         """SIGSTOP, and SIGCONT later."""
