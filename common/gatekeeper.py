@@ -149,6 +149,7 @@ class Door:
         """Descriptor -> (peer, handshakes that had succeeded when it was accepted)."""
         self._num_succeeded = 0
         self._failure: str | None = None
+        self._left: str | None = None
         self._num_named = 0
         self._waits_for_name = False
 
@@ -162,12 +163,18 @@ class Door:
                 self._num_succeeded += 1
             case zmq.Event.DISCONNECTED:
                 self._on_gone(value)
+            case zmq.Event.HANDSHAKE_FAILED_NO_DETAIL:
+                self._left = errno.errorcode.get(value, str(value))
             case _:
                 self._failure = why_refused(event, value, secured=self._secured)
 
     def _on_gone(self, descriptor: int) -> None:
         peer, num_succeeded = self._open.pop(descriptor, (None, -1))
         failure, self._failure = self._failure, None
+        left, self._left = self._left, None
+        if failure is None and left is not None:
+            self._on_left(peer, left)
+            return
         if failure is None and num_succeeded == self._num_succeeded:
             failure = "what it sends is no ZMTP"  # nobody succeeded meanwhile, nor did this one
         if failure is None:
@@ -183,6 +190,13 @@ class Door:
             self._num_named += 1
             host = peer.rpartition(":")[0]
             self._tally.tell("refused_connections", f"from {peer}: {failure}", key=host)
+
+    def _on_left(self, peer: str | None, cause: str) -> None:
+        """A probe by TCP, or somebody who saw before us that the handshake cannot succeed. Who is
+        of this cluster tries again, and then it may be us who sees why."""
+        self._tally.counts["broken_handshakes"] += 1
+        host = (peer or "").rpartition(":")[0]
+        self._tally.tell("broken_handshakes", f"from {peer} ({cause})", host, logging.INFO)
 
     def _tell_nameless(self, failure: str) -> None:
         """Its descriptor was closed before we could ask whose it was. Who tries again, as our own

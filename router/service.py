@@ -346,7 +346,7 @@ class RouterService:
     def _log_join(self, source: Incarnation, hello: Hello) -> None:
         log.info("%s node %s joined (%s, %s)", hello.role, hello.name, source, hello.url)
         for mismatch in self.registry.mismatches():
-            log.warning("no work goes through this pair: %s", mismatch)
+            self._tally.add("mismatched_pairs", mismatch, key=mismatch)
 
     def _lose(self, node: Incarnation, loss: Loss, now: float) -> None:
         """End the attempts on a node; when it is given up, tell all others.

@@ -5,15 +5,16 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from aiohttp import web
 
 from common.credentials import ClusterKeys, KeyRing, Secret
-from common.messages import Heartbeat, NodeStats
+from common.messages import Generate, Heartbeat, NodeStats
 from router.access import ADMIN_PATHS, OPEN_PATHS, Access
 from tests.integration.router_rig import DECODE, IDS, PREFILL, Cluster, in_cluster
-from tests.standin import StandIn
+from tests.standin import FINGERPRINT, StandIn
 
 KEY, ADMIN = "the-key-of-a-client", "the-key-of-an-admin"
 CLIENTS = Access(api=KeyRing([Secret(KEY), Secret("another-clients-key")]))
@@ -255,3 +256,21 @@ def test_a_stopped_node_that_lost_its_name_is_refused_when_it_wakes(model_folder
             assert (await c.complete(20))["choices"][0]["text"] == c.text(20)
 
     in_cluster(model_folder, scenario, node_timeout_s=0.8)
+
+
+def test_nodes_that_do_not_fit_are_named_with_the_field_in_one_line(
+    model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(c: Cluster) -> None:
+        other = msgspec.structs.replace(FINGERPRINT, page_size=32)
+        async with StandIn(DECODE, c.node_address, "d2", fingerprint=other) as odd:
+            for _ in range(3):
+                await odd.greet()
+            assert (await c.complete(20))["choices"][0]["text"] == c.text(20)
+            assert (await c.info())["mismatches"] == ["p0 and d2 differ in page_size"]
+            assert not odd.got(Generate)
+
+    in_cluster(model_folder, scenario)
+    said = [record.getMessage() for record in caplog.records]
+    (line,) = [text for text in said if text.startswith("mismatched_pairs")]
+    assert "p0 and d2 differ in page_size" in line

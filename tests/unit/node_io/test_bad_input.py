@@ -66,7 +66,7 @@ def test_other_protocols_on_the_side_channel(
         for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64 + os.urandom(200), b"\x16\x03\x01"):
             with socket.create_connection((host, int(port)), timeout=5) as raw:
                 raw.sendall(junk)
-        kinds = ("refused_connections", "garbage_peer_frames")
+        kinds = ("refused_connections", "broken_handshakes", "garbage_peer_frames")
         eventually(lambda: sum(counters(p).get(kind, 0) for kind in kinds))
         still_serves(p, d, 1)
         assert len(lines(caplog, "refused_connections")) <= 1
