@@ -43,7 +43,6 @@ from common.messages import (
     RoomUnknown,
     Sync,
     ToDecode,
-    decode_notification,
 )
 from common.plan import ExpectWrites, Notified, PeerAdded, Row, Sample, WriteDone, WriteFailed
 from common.scheduler import Scheduler
@@ -51,6 +50,7 @@ from common.settings import SchedulerSettings
 from common.tombstones import Ending, Tombstone
 from decode_node.admission import choose_victim, fits, reserve
 from decode_node.announced import AnnouncedPeers
+from decode_node.notification import read_notification
 from decode_node.peers import PrefillLinks
 from decode_node.quarantine import Quarantine
 from decode_node.request import DecodeReq
@@ -281,9 +281,8 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             self.counters["stale_messages"] += 1
 
     def _on_notified(self, payload: bytes) -> None:
-        try:
-            chunk = decode_notification(payload)
-        except msgspec.DecodeError:
+        chunk = read_notification(payload, self.settings.vocab_size)
+        if chunk is None:
             self.counters["garbage_notifications"] += 1
             return
         if chunk.target != self.settings.incarnation:

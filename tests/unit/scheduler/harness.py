@@ -103,8 +103,8 @@ def decode(num_pages: int = 24, **overrides: Any) -> Driven:
     return Driven(DecodeScheduler(settings("d", num_pages, **overrides), reserve_pages=0))
 
 
-def landed(room: int, chunk: int = 0, total: int = 1, **fields: Any) -> Notified:
-    last = FirstToken(total_chunks=total, token_id=3) if chunk == total - 1 else None
+def landed(room: int, chunk: int = 0, total: int = 1, token: int = 3, **fields: Any) -> Notified:
+    last = FirstToken(total_chunks=total, token_id=token) if chunk == total - 1 else None
     values: dict[str, Any] = {"source": "p", "target": "d", "pages": [], "last": last}
     return Notified(encode(ChunkLanded(room=room, chunk=chunk, **values | fields)))
 

@@ -1,5 +1,7 @@
 """The decode scheduler by itself: admission, landing, retraction, stray writes."""
 
+import pytest
+
 from common.lifecycle import State
 from common.messages import (
     Abort,
@@ -75,6 +77,27 @@ def test_a_notification_of_another_incarnation_counts_for_nothing() -> None:
     for stale in (landed(1, source="p-old"), landed(1, target="d-old"), Notified(b"garbage")):
         node.fact(stale)
         assert node.step().batch is None
+    node.fact(landed(1))
+    assert node.step().batch is not None
+
+
+GENUINE = landed(1).payload
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"", b"\xc1", GENUINE[:-1], GENUINE[:5], GENUINE + b"\x00", b"\x91" * 100_000,
+        GENUINE.replace(b"ChunkLanded", b"ChunkLambda"), bytes(range(256)),
+        landed(1, token=-1).payload, landed(1, token=1 << 40).payload,
+    ],
+)  # fmt: skip
+def test_a_notification_that_makes_no_sense_is_counted_and_changes_nothing(payload: bytes) -> None:
+    node = transferring(1)
+    for _ in range(3):
+        node.fact(Notified(payload))
+    assert node.step().batch is None
+    assert node.scheduler.counters["garbage_notifications"] == 3
     node.fact(landed(1))
     assert node.step().batch is not None
 
