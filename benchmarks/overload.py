@@ -80,14 +80,17 @@ def _spread(seconds: Sequence[float]) -> str:
 class Load:
     """Sends requests of one shape with random prompts, so that no cache helps."""
 
-    def __init__(self, session: aiohttp.ClientSession, options: argparse.Namespace) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, options: argparse.Namespace, vocab_size: int
+    ) -> None:
         self._session = session
+        self._vocab_size = vocab_size
         self._options = options
         self._chance = random.Random(options.seed)
 
     async def one(self, figures: Figures) -> None:
         """One streamed request, from its start to its end."""
-        ids = [self._chance.randrange(100, 1000) for _ in range(self._options.input)]
+        ids = [self._chance.randrange(3, self._vocab_size) for _ in range(self._options.input)]
         sampling = {"max_new_tokens": self._options.output, "ignore_eos": True, "temperature": 0}
         body = {"input_ids": ids, "sampling_params": sampling, "stream": True}
         figures.offered += 1
@@ -156,7 +159,9 @@ async def measure(options: argparse.Namespace) -> int:
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        load = Load(session, options)
+        async with session.get(f"{options.url}/get_model_info") as response:
+            vocab_size = (await response.json())["vocab_size"]
+        load = Load(session, options, vocab_size)
         streams = options.streams or await _slots(session, options.url)
         await load.closed(streams, options.warmup)
         capacity = await load.closed(streams, options.seconds)

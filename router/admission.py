@@ -8,7 +8,8 @@ number counts: what can start now is never refused.
 The pace is measured where it matters: prompts whose first token came, per second in which there was
 enough to do, whatever held it up (prefill itself, or decode that had no room for more). So
 `tokens ahead / pace` is the wait for a first token when prefill is the bottleneck and also when
-decode is. `Retry-After` is what is too much, divided by the rate at which it goes away.
+decode is. `Retry-After` is what is too much, divided by the rate at which it goes away, plus a turn
+behind those refused before, who will come back too.
 
 A request that was accepted is never refused by this later, and replays do not pass here.
 """
@@ -93,6 +94,9 @@ class Admission:
         self._prefill = RateMeter()
         self._ends = RateMeter()
         self._freed = RateMeter()
+        self._line = 0.0
+        """Choices that were told to come back and have not had their turn yet."""
+        self._line_at = 0.0
 
     # ------------------------------------------------------------ what is measured
 
@@ -123,7 +127,7 @@ class Admission:
 
     # ------------------------------------------------------------ the decision
 
-    def check_count(self, unfinished: int, choices: int = 1) -> None:
+    def check_count(self, unfinished: int, now: float, choices: int = 1) -> None:
         """The bound that needs no look into the request.
 
         Raises:
@@ -132,44 +136,70 @@ class Admission:
         excess = unfinished + choices - self.limits.max_requests
         if excess > 0:
             why = f"{unfinished} requests are unfinished, at most {self.limits.max_requests} may be"
-            raise self._refuse(Refusal.REQUESTS, why, excess, self._ends.per_second)
+            over = _Excess(Refusal.REQUESTS, why, excess, self._ends.per_second)
+            raise self._refuse(over, choices, now)
 
-    def check(self, demand: Demand, backlog: Backlog) -> None:
+    def check(self, demand: Demand, backlog: Backlog, now: float) -> None:
         """All bounds.
 
         Raises:
             ApiError: 429.
         """
-        self.check_count(backlog.unfinished, demand.choices)
+        self.check_count(backlog.unfinished, now, demand.choices)
         if backlog.idle:
             return
-        self._check_tokens(demand, backlog)
-        self._check_wait(backlog)
-        self._check_kv(demand, backlog)
+        for bound in (self._check_tokens, self._check_wait, self._check_kv):
+            excess = bound(demand, backlog)
+            if excess is not None:
+                raise self._refuse(excess, demand.choices, now)
 
-    def _check_tokens(self, demand: Demand, backlog: Backlog) -> None:
+    def _check_tokens(self, demand: Demand, backlog: Backlog) -> "_Excess | None":
         limit = self.limits.max_queued_tokens * max(1, backlog.num_prefills)
         excess = backlog.queued_tokens + demand.prompt_tokens - limit
-        if excess > 0 and backlog.queued_tokens:
-            why = f"{backlog.queued_tokens} prompt tokens wait, at most {limit} may"
-            raise self._refuse(Refusal.QUEUED_TOKENS, why, excess, self._prefill.per_second)
+        if excess <= 0 or not backlog.queued_tokens:
+            return None
+        why = f"{backlog.queued_tokens} prompt tokens wait, at most {limit} may"
+        return _Excess(Refusal.QUEUED_TOKENS, why, excess, self._prefill.per_second)
 
-    def _check_wait(self, backlog: Backlog) -> None:
+    def _check_wait(self, _: Demand, backlog: Backlog) -> "_Excess | None":
         wait_s = self.wait_s(backlog.tokens_ahead)
         if wait_s is None or wait_s <= self.limits.max_queue_s:
-            return
+            return None
         why = f"the wait would be {wait_s:.0f} s, at most {self.limits.max_queue_s:g} s may be"
-        raise self._refuse(Refusal.WAIT, why, wait_s - self.limits.max_queue_s, 1.0)
+        return _Excess(Refusal.WAIT, why, wait_s - self.limits.max_queue_s, 1.0)
 
-    def _check_kv(self, demand: Demand, backlog: Backlog) -> None:
+    def _check_kv(self, demand: Demand, backlog: Backlog) -> "_Excess | None":
         limit = int(self.limits.max_kv_oversubscription * backlog.decode_tokens)
         excess = backlog.held_tokens + demand.kv_tokens - limit
-        if excess > 0 and backlog.held_tokens:
-            why = f"unfinished requests want {backlog.held_tokens} tokens of KV, at most {limit}"
-            raise self._refuse(Refusal.KV, f"{why} may be wanted", excess, self._freed.per_second)
+        if excess <= 0 or not backlog.held_tokens:
+            return None
+        why = f"unfinished requests want {backlog.held_tokens} tokens of KV, at most {limit} may be"
+        return _Excess(Refusal.KV, why, excess, self._freed.per_second)
 
-    def _refuse(self, refusal: Refusal, why: str, excess: float, per_s: float | None) -> ApiError:
-        self.refused[refusal] += 1
-        seconds = math.ceil(excess / per_s) if per_s else 1
-        retry_s = min(MAX_RETRY_S, max(1, seconds))
-        return too_busy(f"overloaded: {why}; try again in {retry_s} s", retry_s)
+    def _refuse(self, excess: "_Excess", choices: int, now: float) -> ApiError:
+        self.refused[excess.refusal] += 1
+        seconds = excess.amount / excess.per_second if excess.per_second else 0.0
+        seconds += self._stand_in_line(choices, now)
+        retry_s = min(MAX_RETRY_S, max(1, math.ceil(seconds)))
+        return too_busy(f"overloaded: {excess.why}; try again in {retry_s} s", retry_s)
+
+    def _stand_in_line(self, choices: int, now: float) -> float:
+        """Seconds until those refused before had their turn, at the pace at which choices end."""
+        pace = self._ends.per_second
+        if not pace:
+            return 0.0
+        self._line = max(0.0, self._line - pace * (now - self._line_at))
+        self._line_at = now
+        wait_s = self._line / pace
+        self._line = min(self._line + choices, pace * MAX_RETRY_S)
+        return wait_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Excess:
+    """By how much a bound is passed, and how fast that goes away."""
+
+    refusal: Refusal
+    why: str
+    amount: float
+    per_second: float | None

@@ -95,13 +95,13 @@ class Dispatcher:
     def unfinished(self) -> tuple[Job, ...]:
         return tuple(self._jobs.values())
 
-    def check_room_for(self, demand: Demand, priority: int = 0) -> None:
+    def check_room_for(self, demand: Demand, priority: int, now: float) -> None:
         """Refuse a request where there is too much work, or where no node could ever take it.
 
         Raises:
             ApiError: 429 or 503.
         """
-        self.intake.check_room_for(demand, priority, len(self._jobs))
+        self.intake.check_room_for(demand, priority, len(self._jobs), now)
 
     def backlog(self) -> Backlog:
         """What a new request of priority 0 would meet."""

@@ -31,7 +31,7 @@ class Intake:
             registry, self.load, choose_prefill=choose_prefill, choose_decode=choose_decode
         )
 
-    def check_room_for(self, demand: Demand, priority: int, unfinished: int) -> None:
+    def check_room_for(self, demand: Demand, priority: int, unfinished: int, now: float) -> None:
         """Refuse a request where there is too much work, or where no node could ever take it.
 
         Raises:
@@ -41,7 +41,7 @@ class Intake:
         if missing is not None:
             self.admission.refused[Refusal.NO_NODE] += 1
             raise unavailable(missing)
-        self.admission.check(demand, self.backlog(priority, unfinished))
+        self.admission.check(demand, self.backlog(priority, unfinished), now)
 
     def backlog(self, priority: int, unfinished: int) -> Backlog:
         """What a new request of this priority would meet."""

@@ -145,9 +145,10 @@ class RouterService:
         if arrival.exempt:
             return
         others = len(self.dispatcher) + len(self.arrivals) - 1
-        self.dispatcher.intake.admission.check_count(others)
+        now = self._clock()
+        self.dispatcher.intake.admission.check_count(others, now)
         if terms is not None:
-            self.dispatcher.check_room_for(Demand(), terms.priority)
+            self.dispatcher.check_room_for(Demand(), terms.priority, now)
 
     def submit(
         self,
@@ -163,10 +164,10 @@ class RouterService:
         """
         if self._closing is not None:
             raise self._closing
-        if not arrival.exempt:
-            self.dispatcher.check_room_for(Demand.of(choices), terms.priority)
-        self.arrivals.accepted(arrival)
         now = self._clock()
+        if not arrival.exempt:
+            self.dispatcher.check_room_for(Demand.of(choices), terms.priority, now)
+        self.arrivals.accepted(arrival)
         several = len(choices) > 1
         jobs = [
             self.dispatcher.submit(

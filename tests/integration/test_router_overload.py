@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -72,6 +73,25 @@ def test_what_does_not_fit_is_429_and_all_else_is_answered_right(
 
     slow = {"step_s": 0.02, "num_pages": 64, "max_running_requests": 4}
     in_cluster(model_folder, scenario, node_settings=slow, **bound)
+
+
+def test_a_busy_router_does_not_take_its_own_lateness_for_its_nodes_silence(
+    model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """sglang#12355: under load every worker counted as lost."""
+
+    async def scenario(c: Cluster) -> None:
+        asking = [asyncio.create_task(ask(c, i)) for i in range(8)]
+        await c.eventually(lambda: c.nodes["d1"].rooms)
+        for _ in range(3):
+            time.sleep(0.9)  # longer than a node may be silent: nothing in this process runs
+            await asyncio.sleep(0.05)
+        assert [status for status, _, _ in await asyncio.gather(*asking)] == [200] * 8
+        assert len(c.nodes["p0"].got(Generate)) == 8
+        assert [node["state"] for node in (await c.info())["nodes"]] == ["ready", "ready"]
+
+    in_cluster(model_folder, scenario, node_timeout_s=0.6)
+    assert "gave up" not in caplog.text
 
 
 def test_a_probe_is_taken_in_while_clients_are_refused(model_folder: Path) -> None:

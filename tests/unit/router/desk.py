@@ -164,7 +164,7 @@ class Desk:
     def check(self, prompt: int = 3, *, choices: int = 1, priority: int = 0, kv: int = 0) -> None:
         """Ask for room as the service does."""
         demand = Demand(choices=choices, prompt_tokens=prompt, kv_tokens=kv)
-        self.dispatcher.check_room_for(demand, priority)
+        self.dispatcher.check_room_for(demand, priority, self.now)
 
     def submit(
         self,

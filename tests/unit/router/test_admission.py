@@ -45,6 +45,10 @@ def finish(desk: Desk, job: Job) -> None:
     desk.tokens("d1", room(job), 0, 50, finish=StopReason.STOP)
 
 
+def check(admission: Admission, demand: Demand, backlog: Backlog, now: float = 1.0) -> None:
+    admission.check(demand, backlog, now)
+
+
 # ---------------------------------------------------------------- the measure
 
 
@@ -103,8 +107,8 @@ def backlog(**numbers: object) -> Backlog:
 def test_the_number_of_choices_is_bounded_also_while_idle() -> None:
     admission = Admission(limits(max_requests=4))
     full = backlog(unfinished=2, idle=True)
-    admission.check(Demand(choices=2), full)
-    error = refused(lambda: admission.check(Demand(choices=3), full))
+    check(admission, Demand(choices=2), full)
+    error = refused(lambda: check(admission, Demand(choices=3), full))
     assert (error.status, error.code, error.retry_after_s) == (429, "overloaded", 1)
     assert "2 requests are unfinished" in error.message
     assert admission.refused == {Refusal.REQUESTS: 1}
@@ -112,38 +116,39 @@ def test_the_number_of_choices_is_bounded_also_while_idle() -> None:
 
 def test_queued_tokens_are_bounded_for_each_prefill_node_before_any_pace_is_known() -> None:
     admission = Admission(limits(max_queued_tokens=1000))
-    admission.check(Demand(prompt_tokens=200), backlog(queued_tokens=800))
-    admission.check(Demand(prompt_tokens=1200), backlog(queued_tokens=800, num_prefills=2))
-    error = refused(lambda: admission.check(Demand(prompt_tokens=201), backlog(queued_tokens=800)))
+    check(admission, Demand(prompt_tokens=200), backlog(queued_tokens=800))
+    check(admission, Demand(prompt_tokens=1200), backlog(queued_tokens=800, num_prefills=2))
+    error = refused(lambda: check(admission, Demand(prompt_tokens=201), backlog(queued_tokens=800)))
     assert "800 prompt tokens wait" in error.message
-    admission.check(Demand(prompt_tokens=5000), backlog(queued_tokens=0))  # or it never could be
+    check(admission, Demand(prompt_tokens=5000), backlog(queued_tokens=0))  # or it never could be
 
 
 def test_the_wait_is_bounded_once_the_pace_is_known() -> None:
     admission = Admission(limits(max_queue_s=10.0))
     ahead = backlog(tokens_ahead=1500, queued_tokens=1500)
-    admission.check(Demand(), ahead)
+    check(admission, Demand(), ahead)
     admission.note_work(queued=True, unfinished=True, now=0.0)
     admission.note_prefilled(100, 1.0)
-    error = refused(lambda: admission.check(Demand(), ahead))
+    error = refused(lambda: check(admission, Demand(), ahead))
     assert "would be 15 s" in error.message
     assert error.retry_after_s == 5  # then ten seconds of work are left
-    admission.check(Demand(), backlog(tokens_ahead=900, queued_tokens=10**5))
+    check(admission, Demand(), backlog(tokens_ahead=900, queued_tokens=10**5))
 
 
 def test_wanted_kv_is_compared_with_what_decode_nodes_hold() -> None:
     admission = Admission(limits(max_kv_oversubscription=2.0))
     admission.note_work(queued=True, unfinished=True, now=0.0)
     admission.note_end(100, 1.0)
-    admission.check(Demand(kv_tokens=500), backlog(held_tokens=1500))
-    error = refused(lambda: admission.check(Demand(kv_tokens=800), backlog(held_tokens=1500)))
+    check(admission, Demand(kv_tokens=500), backlog(held_tokens=1500))
+    error = refused(lambda: check(admission, Demand(kv_tokens=800), backlog(held_tokens=1500)))
     assert error.retry_after_s == 3
     assert admission.refused == {Refusal.KV: 1}
 
 
 def test_what_can_start_at_once_is_not_refused() -> None:
     admission = Admission(limits(max_queued_tokens=1, max_kv_oversubscription=0.001))
-    admission.check(
+    check(
+        admission,
         Demand(prompt_tokens=10**6, kv_tokens=10**6),
         backlog(tokens_ahead=10**6, queued_tokens=10**6, held_tokens=10**6, idle=True),
     )
@@ -154,9 +159,30 @@ def test_retry_after_is_a_bounded_whole_number(tokens: int, seconds: float) -> N
     admission = Admission(limits(max_queued_tokens=1))
     admission.note_work(queued=True, unfinished=True, now=0.0)
     admission.note_prefilled(50, seconds)
-    error = refused(lambda: admission.check(Demand(), backlog(queued_tokens=tokens + 1)))
+    error = refused(lambda: check(admission, Demand(), backlog(queued_tokens=tokens + 1)))
     assert isinstance(error.retry_after_s, int)
     assert 1 <= error.retry_after_s <= MAX_RETRY_S
+
+
+def test_those_refused_are_given_turns_at_the_pace_of_the_ends() -> None:
+    """Three times capacity: two of three are refused, and all of them will be back."""
+    admission = Admission(limits(max_requests=1))
+    admission.note_work(queued=True, unfinished=True, now=0.0)
+    for i in range(1, 101):
+        admission.note_end(1, i * 0.1)  # ten a second
+    full = backlog(unfinished=1)
+
+    def retry_s(now: float) -> int | None:
+        return refused(lambda: check(admission, Demand(), full, now)).retry_after_s
+
+    told = [retry_s(10.0) for _ in range(40)]
+    assert told[0] == 1
+    assert told[-1] == 4  # 39 before it and the one in excess, ten a second
+    assert all(told.count(second) <= 11 for second in set(told))
+    assert retry_s(14.0) == 1  # they had their turns
+    for _ in range(10_000):
+        last = retry_s(14.0)
+    assert last == MAX_RETRY_S
 
 
 def test_a_batch_asks_for_all_its_choices() -> None:
