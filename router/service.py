@@ -168,19 +168,12 @@ class RouterService:
         if not arrival.exempt:
             self.dispatcher.check_room_for(Demand.of(choices), terms.priority, now)
         self.arrivals.accepted(arrival)
-        several = len(choices) > 1
+        names = [f"-{i}" for i in range(len(choices))] if len(choices) > 1 else [""]
         jobs = [
             self.dispatcher.submit(
-                arrival.rid,
-                f"-{i}" if several else "",
-                prompt,
-                sampling,
-                listener,
-                now,
-                terms=terms,
-                arrived=arrival.at,
+                arrival.rid, name, prompt, sampling, ear, now, terms=terms, arrived=arrival.at
             )
-            for i, ((prompt, sampling), listener) in enumerate(zip(choices, listeners, strict=True))
+            for name, (prompt, sampling), ear in zip(names, choices, listeners, strict=True)
         ]
         if arrival.aborted:
             self.dispatcher.abort(jobs, now, ON_DEMAND)
