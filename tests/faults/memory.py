@@ -10,7 +10,7 @@ import psutil
 from tests.processes import Fleet
 
 LOOK_S = 1.0
-YOUNG_S = 20.0
+YOUNG_S = 60.0
 """A process's first seconds are not judged: it loads, and its allocators find their size."""
 
 

@@ -2,7 +2,9 @@
 
 Clients stream, wait, go away or abort their own request. The fault maker kills, stops, ends and
 pauses one process at a time, sees it back, rests, and goes on; who starts a process again is here
-what a supervisor would be. Every answer is compared with transformers'.
+what a supervisor would be. Every answer is compared with transformers'. The first node of each role
+is stopped and paused like all others but never ended: it sees all its peers come and go, and shows
+whether memory stays flat.
 """
 
 import asyncio
@@ -208,7 +210,10 @@ class Soak:
 
     async def _strike(self, kind: Kind) -> None:
         """One fault, from beginning to end; the process is started again if it is gone."""
-        victim = self._chance.choice(self._fleet.nodes)
+        nodes = self._fleet.nodes
+        if kind in (Kind.KILL, Kind.TERM):
+            nodes = [node for node in nodes if not node.name.endswith("-0")]
+        victim = self._chance.choice(nodes)
         match kind:
             case Kind.PAUSE:
                 await self._pause()

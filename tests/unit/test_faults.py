@@ -94,8 +94,8 @@ def test_a_soak_counts_each_stream_once() -> None:
 def test_a_restart_is_no_growth_and_growth_is_seen_over_it() -> None:
     watch = MemoryWatch(Fleet([]))
     watch._series = {
-        1: Series("decode", [(float(t), 300.0 + t / 60) for t in range(100)]),
-        2: Series("decode", [(float(t), 100.0 + t / 60) for t in range(200, 300)]),
+        1: Series("decode", [(float(t), 300.0 + t / 60) for t in range(160)]),
+        2: Series("decode", [(float(t), 100.0 + t / 60) for t in range(200, 360)]),
         3: Series("router", [(float(t), 50.0) for t in range(100)]),
         4: Series("router", [(0.0, 1.0), (1.0, 900.0)]),
     }
