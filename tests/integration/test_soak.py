@@ -9,8 +9,8 @@ from tests.faults.soak_fleet import run_soak
 
 SETTINGS = SoakSettings(seconds=120, seed=20261130)
 STEEPEST_MIB_PER_H = 900.0
-"""Judged over the second minute, so this sees only what leaks fast: 15 MiB in it. The long soak sees
-the slow."""
+"""Judged over the second minute, so this sees only what leaks fast: 15 MiB in it. The long soak
+sees the slow."""
 
 
 @pytest.mark.timeout(420)
