@@ -137,6 +137,14 @@ def test_a_refusal_reaches_decode_before_the_link_closes() -> None:
         assert d.get(FromPeer).body == PeerRefused(reason="page_size")
 
 
+def test_prefills_goodbye_reaches_decode_before_its_socket_closes() -> None:
+    with prefill() as p, decode() as d:
+        shake_hands(p, d)
+        p.io.send([ToPeerMsg("d1", 1, PeerBye())])
+        p.io.close()
+        assert d.get(FromPeer) == FromPeer("p1", 1, PeerBye())
+
+
 def test_hanging_up_says_bye_and_ends_the_pongs() -> None:
     with prefill() as p, decode() as d:
         shake_hands(p, d)
