@@ -91,7 +91,7 @@ async def constant_load(running: Fleet, works: list[Work]) -> AsyncIterator[None
     async def one(work: Work) -> int:
         count = 0
         while not stop.is_set():
-            async with Load(running.url, [work]) as load:
+            async with Load([running.url], [work]) as load:
                 await load.finish()
                 assert load.streams[0].is_right, load.streams[0].describe()
             count += 1
@@ -170,7 +170,7 @@ def test_a_paused_node_hands_everything_over_and_leaves(running: Fleet, works: l
         async with (
             showing_logs(running),
             client(running.url) as session,
-            Load(running.url, works) as load,
+            Load([running.url], works) as load,
         ):
             await heard(load, 100)
             await session.post("/pause_generation", {"mode": "in_place", "node": "decode-0"})
@@ -195,7 +195,7 @@ def test_asked_twice_a_node_ends_at_once_and_its_requests_go_on_elsewhere(
         async with (
             showing_logs(running),
             client(running["decode-0"].url) as node,
-            Load(running.url, works) as load,
+            Load([running.url], works) as load,
         ):
             await heard(load, 100)
             status, _ = await node.post("/drain")
@@ -222,7 +222,7 @@ def test_a_router_asked_to_end_finishes_its_streams(running: Fleet, works: list[
         async with (
             showing_logs(running),
             client(running.url) as session,
-            Load(running.url, works) as load,
+            Load([running.url], works) as load,
         ):
             await heard(load, 100)
             router.signal(signal.SIGTERM)
@@ -243,7 +243,7 @@ def test_a_router_asked_twice_ends_its_streams_with_an_error(
     async def run() -> None:
         await put_up(running, "prefill-0", "prefill-1", "decode-0", "decode-1")
         router = running["router-0"]
-        async with showing_logs(running), Load(running.url, works) as load:
+        async with showing_logs(running), Load([running.url], works) as load:
             await heard(load, 100)
             router.signal(signal.SIGTERM)
             await asyncio.sleep(0.05)
