@@ -291,13 +291,12 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         req = self._room_of(chunk.room, chunk.source)
         if req is not None and req in self.aborting_queue:
             return
-        if self.kv.in_quarantine(chunk.room):
-            self.counters["late_writes"] += 1
-            return
         stone = self._tombstones.get(chunk.room)
         if req is not None and req in self.transfer_queue:
             self._on_chunk(req, chunk)
-        elif stone is None or chunk.chunk not in stone.landed:
+        elif self.kv.in_quarantine(chunk.room) or (stone and chunk.chunk in stone.landed):
+            self.counters["late_writes"] += 1
+        else:
             self._on_stray_write(chunk)
 
     def _on_chunk(self, req: DecodeReq, chunk: ChunkLanded) -> None:

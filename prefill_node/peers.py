@@ -49,20 +49,26 @@ class DecodeLinks:
         link = self._links.get(peer)
         return link is not None and link.number == number
 
-    def on_hello(self, peer: Incarnation, number: int, hello: PeerHello) -> None:
-        """Answer a handshake; repeated ones are answered alike. A superseded link is gone."""
+    def on_hello(self, peer: Incarnation, number: int, hello: PeerHello) -> bool:
+        """Answer a handshake; repeated ones are answered alike. False if a newer link stands.
+
+        A superseded link has been removed.
+        """
         problem = mismatch(self._fingerprint, hello.fingerprint) or memory_problem(
             hello.memory, self._page_bytes
         )
         if problem is not None:
             self._outbox.to_peer(peer, number, PeerRefused(reason=problem))
-            return
+            return True
         link = self._links.get(peer)
+        if link is not None and link.number > number:
+            return False
         if link is None:
             self._links[peer] = DecodeLink(number, hello.memory)
             self._outbox.transfer(AddPeer(peer, hello.memory))
         elif link.ready:
             self.send(peer, PeerWelcome(fingerprint=self._fingerprint))
+        return True
 
     def on_added(self, peer: Incarnation) -> None:
         link = self._links.get(peer)

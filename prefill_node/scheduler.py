@@ -129,7 +129,8 @@ class PrefillScheduler(Scheduler[PrefillReq]):
         """Decode opens a link anew only when the one before is over, and its rooms given up."""
         if self.links.supersedes(peer, link):
             self._on_peer_lost(peer, "decode shook hands anew")
-        self.links.on_hello(peer, link, hello)
+        if not self.links.on_hello(peer, link, hello):
+            self.counters["stale_messages"] += 1
 
     def _on_peer_message(
         self, peer: Incarnation, message: Destination | Cancel | Sync | Pong | PeerBye

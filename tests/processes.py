@@ -216,6 +216,7 @@ def plan_fleet(
     prefill_flags: Flags | None = None,
     decode_flags: Flags | None = None,
     router_flags: Flags | None = None,
+    prefill_module: str = "prefill_node",
 ) -> Fleet:
     """Command lines with fixed ports for everybody; logs go to `folder`. Nothing is started."""
     ports = iter(free_ports(2 * (routers + prefill) + decode))
@@ -233,7 +234,7 @@ def plan_fleet(
     for number in range(prefill):
         port, side = next(ports), next(ports)
         given = {**common, "port": port, "side_channel_port": side, **(prefill_flags or {})}
-        members.append(_member(f"prefill-{number}", "prefill_node", port, given, folder, joining))
+        members.append(_member(f"prefill-{number}", prefill_module, port, given, folder, joining))
     for number in range(decode):
         port = next(ports)
         given = {**common, "port": port, **(decode_flags or {})}
@@ -253,7 +254,7 @@ def _member(
 
 
 @contextlib.contextmanager
-def fleet(model: Path, **plan: int | Flags) -> Iterator[Fleet]:
+def fleet(model: Path, **plan: int | str | Flags) -> Iterator[Fleet]:
     """A started fleet, ready for requests, ended afterwards; a failure shows everybody's log.
 
     `plan` is `plan_fleet`'s.

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from common.events import PeerClosed
+from common.events import FromPeer, PeerClosed
 from common.lifecycle import PREFILL_EDGES, IllegalTransition, ReqQueue, State
 from common.messages import (
     Abort,
@@ -11,6 +11,7 @@ from common.messages import (
     Drained,
     Failed,
     FailureKind,
+    PeerBye,
     PeerRefused,
     Pong,
     RoomFailed,
@@ -18,9 +19,19 @@ from common.messages import (
     RoomUnknown,
     Sync,
     Tokens,
+    ToPrefill,
     decode_notification,
 )
-from common.plan import RenewLease, Write, WriteDone, WriteFailed
+from common.plan import (
+    AddPeer,
+    PeerAdded,
+    RemovePeer,
+    RenewLease,
+    ToPeerMsg,
+    Write,
+    WriteDone,
+    WriteFailed,
+)
 from tests.unit.scheduler.harness import HELLO, Driven, destination, generate, prefill
 
 
@@ -236,3 +247,43 @@ def test_a_prefill_node_has_no_place_for_a_running_request() -> None:
     with pytest.raises(IllegalTransition):
         ReqQueue(State.RUNNING, PREFILL_EDGES)
     assert State.RUNNING not in node.scheduler.queues
+
+
+def on_link(node: Driven, link: int, body: ToPrefill) -> None:
+    node.scheduler.handle(FromPeer("d", link, body), node.now)
+    node.step()
+
+
+def test_a_woken_node_drains_on_the_next_link_what_it_had_posted_on_the_last() -> None:
+    """It was stopped; decode has dialled it anew and wants the room's pages back."""
+    node = posted(chunks=2)
+    node.now = 100.0
+    on_link(node, 2, msgspec.structs.replace(HELLO, link=2))
+    assert [answer.kind for answer in node.said(Failed)] == [FailureKind.PEER_LOST]
+    assert [type(c) for c in node.transfers[-2:]] == [RemovePeer, AddPeer], "and with it the lease"
+    node.fact(PeerAdded("d"))
+    on_link(node, 2, Sync(open=[], cancelling=[1]))
+    node.fact(WriteFailed(1, 0, "the peer's lease is over"))
+    node.step()
+    assert not node.said(Drained), "one is posted still"
+    node.fact(WriteDone(1, 1, 1, 0.1))
+    plan = node.step()
+    assert ToPeerMsg("d", 2, Drained(room=1, landed=[1])) in plan.messages
+    assert node.scheduler.kv.num_free == 24
+    on_link(node, 2, Sync(open=[], cancelling=[1]))
+    assert node.said(Drained) == [Drained(room=1, landed=[1])] * 2
+
+
+def test_what_an_older_link_says_counts_for_nothing() -> None:
+    node = prefill()
+    on_link(node, 2, msgspec.structs.replace(HELLO, link=2))
+    node.fact(PeerAdded("d"))
+    node.router(generate(1))
+    on_link(node, 2, destination(1))
+    for late in (PeerBye(), Cancel(1), Pong(heard=0.0, lease_s=99.0), HELLO):
+        on_link(node, 1, late)
+    node.scheduler.handle(PeerClosed("d", 1, "late"), node.now)
+    node.step()
+    assert [write.room for write in node.sent(Write)] == [1]
+    assert node.said(RenewLease) == node.said(Drained) == []
+    assert node.scheduler.counters["stale_messages"] == 4

@@ -8,6 +8,7 @@ import pytest
 
 from common.events import FromPeer, PeerClosed, PeerProbed, Reach
 from common.messages import (
+    Cancel,
     Destination,
     Drained,
     Failed,
@@ -221,6 +222,15 @@ def test_a_closing_link_is_not_dialled_anew_before_it_is_closed() -> None:
     assert node.asked == []
     node.closed()
     assert DialPeer("p", "tcp://p", 2) in node.asked
+
+
+def test_weights_that_changed_in_mid_transfer_are_refused_also_by_decode() -> None:
+    node = Lossy()
+    node.fact(landed(1, weight_version="another"))
+    node.turn()
+    (failed,) = node.said(Failed)
+    assert "weights changed" in failed.message
+    assert node.said(Cancel) == [Cancel(1)], "its pages wait for prefill's word"
 
 
 def test_a_late_notification_for_pages_set_aside_disturbs_nobody() -> None:
