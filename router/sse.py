@@ -66,8 +66,11 @@ class SseStream:
 
     def on_unsent(self, num_bytes: int) -> None:
         """So much waits behind a write: cut the answer off when it is too much."""
-        if self._write is not None and num_bytes > self._limits.max_unsent_bytes:
-            self._write.reschedule(asyncio.get_running_loop().time())
+        write = self._write
+        if write is None or write.expired():  # nothing waits, or it is being cut off already
+            return
+        if num_bytes > self._limits.max_unsent_bytes:
+            write.reschedule(asyncio.get_running_loop().time())
 
     async def end(self, bodies: Sequence[dict[str, Any]] = ()) -> web.StreamResponse:
         """Send the last objects and close the answer.
