@@ -18,6 +18,9 @@ REQUESTS = 64
 PROMPT_END_S = 5.0
 """An abort that takes longer has waited for something it must not wait for."""
 
+pytestmark = pytest.mark.timeout(300)
+"""Starting a fleet takes a busy machine a minute, and counts for the first test."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

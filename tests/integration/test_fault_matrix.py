@@ -8,6 +8,9 @@ import pytest
 from tests.faults.matrix import CELLS, Arena, Cell
 from tests.processes import showing_logs
 
+pytestmark = pytest.mark.timeout(300)
+"""Starting a fleet takes a busy machine a minute, and counts for the first test."""
+
 
 @pytest.fixture(scope="module")
 def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from tests.faults.load import End, Load, Work, make_work
 from tests.faults.matrix import PATIENT
@@ -59,6 +60,7 @@ async def one_round(url: str, works: list[Work], chance: random.Random) -> None:
     assert any(stream.end is End.LEFT and stream.tokens for stream in load.streams)
 
 
+@pytest.mark.timeout(400)
 def test_200_clients_leave_five_times(tmp_path: Path) -> None:
     folder = make_tiny_model("llama", tmp_path / "llama")
     works = make_work(Oracle(folder), random.Random(5), 30, (1, 120), (20, 60))

@@ -14,6 +14,9 @@ from tests.integration.oracle import Oracle
 from tests.processes import Fleet, fleet, showing_logs
 from tests.tiny_models import make_tiny_model
 
+pytestmark = pytest.mark.timeout(300)
+"""Starting a fleet takes a busy machine a minute, and counts for the first test."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
