@@ -123,6 +123,7 @@ class EventLoop:
 
     def _leave(self, *, at_once: bool = False) -> None:
         """Routers hear of it before they hear what is handed over."""
+        log.info("asked to leave%s", " at once" if at_once else "")
         if at_once:
             self._scheduler.leave.force(self._clock())
         else:

@@ -128,7 +128,7 @@ async def all_idle(running: Fleet) -> None:
         await session.wait_idle()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(480)
 def test_nodes_come_and_go_under_load_and_no_request_fails(
     running: Fleet, works: list[Work]
 ) -> None:
