@@ -70,10 +70,6 @@ class PrefillLinks:
         del self._links[peer]
         return True
 
-    def has_link(self, peer: Incarnation) -> bool:
-        """Whether the peer is dialled, linked, or being hung up."""
-        return peer in self._links
-
     def send(self, peer: Incarnation, body: ToPrefill) -> None:
         """Over the peer's link, if it is ready; `Sync` repeats what matters on the next one."""
         link = self._links.get(peer)

@@ -1,9 +1,9 @@
 """Pages that a lost prefill node may still write into: set aside until there is proof.
 
-    link closed ─▶ probe ─┬─ gone ──────────▶ settle ────────────────────────────▶ free
-        ▲                 ├─ listening ───┐
-        │                 └─ unreachable ─┴▶ dial ─┬─ welcome ─▶ Sync ─▶ Drained ─▶ free
-        └──────── back-off ◀─────── closed ◀───────┘
+    link closed ─▶ probe ─┬─ gone ──────────▶ settle ─────────────────────────────▶ free
+                    ▲     ├─ listening ───┐
+                    │     └─ unreachable ─┴▶ dial ─▶ welcome ─▶ Sync ─▶ Drained ──▶ free
+                    └──────── back-off ───┘
 
 A clock alone proves nothing. Prefill looks at its lease before each post, but it can be stopped
 between the look and the post, or in the middle of a write whose rest leaves when it goes on; and a
@@ -34,10 +34,9 @@ from decode_node.peers import PrefillLinks
 
 SETTLE_S = 1.0
 """From the proof that a process has ended until what it had sent is certainly taken in."""
-RETRY_S = 0.5
-"""From the end of the second link in a row that brought no welcome to the next probe; doubled
-each time, up to `LONGEST_RETRY_S`."""
-LONGEST_RETRY_S = 30.0
+RETRY_S = 1.0
+"""From the first probe to the second; doubled each time, up to `LONGEST_RETRY_S`."""
+LONGEST_RETRY_S = 10.0
 
 
 @dataclass(slots=True)
@@ -53,8 +52,9 @@ class Suspect:
     free_at: float | None = None
     """Set once the process is known to have ended."""
     probing: bool = False
-    tries: int = 0
     try_at: float = 0.0
+    wait_s: float = RETRY_S
+    """From this probe to the next."""
 
 
 class Quarantine:
@@ -99,11 +99,6 @@ class Quarantine:
         if silent_s is not None or suspect.heard_at is None:
             suspect.heard_at = suspect.seen_at = now - (silent_s or 0.0)
             suspect.reach = suspect.free_at = None
-        if suspect.tries:
-            suspect.try_at = now + min(RETRY_S * 2**suspect.tries, LONGEST_RETRY_S)
-        else:
-            suspect.try_at = now
-        suspect.tries += 1
         if gone:
             self._on_gone(suspect, now)
 
@@ -127,7 +122,7 @@ class Quarantine:
         suspect = self._suspects.get(peer)
         if suspect is not None:
             suspect.heard_at = suspect.reach = suspect.free_at = None
-            suspect.tries = 0
+            suspect.wait_s, suspect.try_at = RETRY_S, 0.0
 
     def ask_now(self, peer: Incarnation, now: float) -> None:
         """Somebody else has news of `peer`: do not wait for the next turn."""
@@ -157,8 +152,10 @@ class Quarantine:
                 rooms = self._kv.free_quarantine(peer, last=ending != "quarantine_gone")
                 self._counters[ending] += rooms
                 del self._suspects[peer]
-            elif self._is_due(peer, suspect, now):
+            elif self._is_due(suspect, now):
                 suspect.probing = True
+                suspect.try_at = now + suspect.wait_s
+                suspect.wait_s = min(2 * suspect.wait_s, LONGEST_RETRY_S)
                 self._outbox.probe(peer, suspect.address)
 
     def _ending(self, suspect: Suspect, now: float) -> str | None:
@@ -173,10 +170,11 @@ class Quarantine:
             return "quarantine_expired"
         return None
 
-    def _is_due(self, peer: Incarnation, suspect: Suspect, now: float) -> bool:
+    def _is_due(self, suspect: Suspect, now: float) -> bool:
+        """Also while the peer is being dialled: what its kernel says is news all the same."""
         if suspect.probing or suspect.free_at is not None or suspect.heard_at is None:
             return False
-        return suspect.try_at <= now and not self._links.has_link(peer)
+        return suspect.try_at <= now
 
     def check_invariants(self) -> None:
         """Whoever pages are set aside for is watched, and nobody else."""
