@@ -65,6 +65,12 @@ def test_cluster_takes_its_own_flags() -> None:
 MISTAKES: list[tuple[type, list[str], str]] = [
     (PrefillConfig, ["--page-size", "x"], "--page-size"),
     (PrefillConfig, ["--page-size", "0"], "page_size must be positive, not 0"),
+    (
+        DecodeConfig,
+        ["--unproven-s", "5"],
+        "unproven_s must be at least lease_s + longest_post_s, 13",
+    ),
+    (DecodeConfig, ["--stopped-peer-s", "30"], "stopped_peer_s must be at least unproven_s, 60"),
     (PrefillConfig, ["--dtype", "float8"], "float8"),
     (PrefillConfig, ["--router", "a:1"], "router must look like tcp://host:port"),
     (DecodeConfig, ["--pagesize", "8"], "--pagesize, 8 (perhaps --page-size?)"),
