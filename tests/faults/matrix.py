@@ -53,7 +53,7 @@ class Fault(StrEnum):
     """Gone until all streams have ended; then started again."""
     STOP = "stop-5s"
     TERM = "sigterm"
-    """Asked to end; started again once all streams have ended."""
+    """Asked to end, which it does with exit code 0; then started again."""
     RESTART = "restart"
     """Killed, and started again at once where it was."""
 
@@ -151,8 +151,8 @@ class Arena:
             answered = await self._after(cell, victim, load)
         lost = [stream for stream in load.streams if stream.url == victim.url]
         kept = [stream for stream in load.streams if stream.url != victim.url]
-        # Nobody but the router knows its requests; whatever else ends, they must not notice.
-        whole = _judge(lost, must_be_whole=cell.fault is Fault.STOP)
+        # Nobody but the router knows its requests; if it is not killed, it finishes them.
+        whole = _judge(lost, must_be_whole=cell.fault in (Fault.STOP, Fault.TERM))
         whole += _judge(kept, must_be_whole=True)
         gone_on = load.went_on_after(struck) if answered is None else answered - struck
         await self.fleet.ready(BACK_TIMEOUT_S)
