@@ -76,6 +76,10 @@ class NodeConfig:
     """Requests that may wait here without KV; more are refused and go to another node."""
     stuck_engine_s: float = 300.0
     """Age of the last step after which /health says no."""
+    tcp_timeout_s: float = 10.0
+    """KV written over TCP that is not acknowledged for so long breaks its connection: a host that
+    vanished would otherwise hold the pages of writes to it for a quarter of an hour. Sets
+    UCX_TCP_USER_TIMEOUT where the environment does not."""
     ucx_tls: str | None = None
     """Sets UCX_TLS, like tcp."""
     nixl_params: tuple[str, ...] = ()
@@ -84,8 +88,8 @@ class NodeConfig:
     def __post_init__(self) -> None:
         positive = (
             "page_size", "max_running_requests", "chunk_size", "heartbeat_s", "router_timeout_s",
-            "peer_timeout_s", "lease_s", "twin_timeout_s", "transfer_timeout_s", "kv_cache_gib",
-            "max_queued_requests",
+            "peer_timeout_s", "tcp_timeout_s", "lease_s", "twin_timeout_s", "transfer_timeout_s",
+            "kv_cache_gib", "max_queued_requests",
         )  # fmt: skip
         for field in positive:
             if getattr(self, field) <= 0:

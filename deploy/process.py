@@ -43,6 +43,7 @@ def prepare(config: NodeConfig) -> None:
         os.environ["OMP_NUM_THREADS"] = str(config.threads)
     if config.ucx_tls is not None:
         os.environ["UCX_TLS"] = config.ucx_tls
+    os.environ.setdefault("UCX_TCP_USER_TIMEOUT", f"{config.tcp_timeout_s:g}s")
 
 
 def pin_to(cpus: str | None) -> None:

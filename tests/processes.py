@@ -47,6 +47,15 @@ def free_ports(count: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process runs: its address, and what brings a command there."""
+
+    address: str = LOOPBACK
+    command: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Resources:
     """What a process holds of the machine."""
 
@@ -59,11 +68,15 @@ class Resources:
 class Member:
     """One name in the fleet, and the process that bears it at the moment."""
 
-    def __init__(self, name: str, command: Sequence[str], url: str, log: Path) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], url: str, log: Path, place: Place | None = None
+    ) -> None:
+        place = place or Place()
         self.name = name
         self.url = url
         """Base URL of its HTTP."""
-        self._command = tuple(command)
+        self._command = (*place.command, *command)
+        self._environment = dict(place.environment)
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -85,6 +98,7 @@ class Member:
         assert not self.is_alive, f"{self.name} runs already"
         environment = supervised_environment(os.environ)
         environment |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+        environment |= self._environment
         with self._log.open("ab") as sink:
             self._process = subprocess.Popen(
                 self._command, cwd=ROOT, stdout=sink, stderr=sink, env=environment
@@ -137,8 +151,14 @@ class Member:
 class Fleet:
     """All members by name: `router-0`, `prefill-0`, `decode-0` and so on."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(
+        self, members: Sequence[Member], node_ports: Sequence[int], key: str | None = None
+    ) -> None:
+        """`key` opens the HTTP of members that are not on the loopback."""
         self.members = {member.name: member for member in members}
+        self.node_ports = node_ports
+        """Of the routers, in order: what nodes dial."""
+        self.key = key
 
     def __getitem__(self, name: str) -> Member:
         return self.members[name]
@@ -176,7 +196,7 @@ class Fleet:
     async def ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Until every router knows exactly the processes that run now, and can use all of them."""
         for router in self.routers:
-            async with client(router.url) as session:
+            async with client(router.url, key=self.key) as session:
 
                 async def explain(session: Client = session) -> str:
                     known = await _joined(session)
@@ -217,44 +237,67 @@ def plan_fleet(
     decode_flags: Flags | None = None,
     router_flags: Flags | None = None,
     prefill_module: str = "prefill_node",
+    places: Mapping[str, Place] | None = None,
+    join: Sequence[str] | None = None,
+    key: str | None = None,
 ) -> Fleet:
-    """Command lines with fixed ports for everybody; logs go to `folder`. Nothing is started."""
+    """Command lines with fixed ports for everybody; logs go to `folder`. Nothing is started.
+
+    `places`: where the members named run, on this host if not named. `join`: the addresses that
+    nodes dial, the routers' own if not given. `key`: see `Fleet`.
+    """
+    places = places or {}
     ports = iter(free_ports(2 * (routers + prefill) + decode))
     members = []
     addresses = []
+    node_ports = []
     for number in range(routers):
         port, node_port = next(ports), next(ports)
-        addresses.append(f"tcp://{LOOPBACK}:{node_port}")
+        node_ports.append(node_port)
+        place = places.get(f"router-{number}", Place())
+        addresses.append(f"tcp://{place.address}:{node_port}")
         flags = {"port": port, "node_port": node_port, "served_model_name": "tiny"}
-        given = {"model": model, **flags, **(router_flags or {})}
-        members.append(_member(f"router-{number}", "router", port, given, folder))
+        given = {"model": model, **flags, "node_host": place.address, **(router_flags or {})}
+        members.append(_member(f"router-{number}", "router", port, given, folder, place))
     common: dict[str, object] = {"model": model, "dtype": "float32", "threads": 1}
     common |= {"served_model_name": "tiny", **(node_flags or {})}
-    joining = [part for address in addresses for part in ("--router", address)]
+    joining = [part for address in join or addresses for part in ("--router", address)]
     for number in range(prefill):
         port, side = next(ports), next(ports)
         given = {**common, "port": port, "side_channel_port": side, **(prefill_flags or {})}
-        members.append(_member(f"prefill-{number}", prefill_module, port, given, folder, joining))
+        name = f"prefill-{number}"
+        place = places.get(name, Place())
+        members.append(_member(name, prefill_module, port, given, folder, place, joining))
     for number in range(decode):
         port = next(ports)
         given = {**common, "port": port, **(decode_flags or {})}
-        members.append(_member(f"decode-{number}", "decode_node", port, given, folder, joining))
-    return Fleet(members)
+        name = f"decode-{number}"
+        place = places.get(name, Place())
+        members.append(_member(name, "decode_node", port, given, folder, place, joining))
+    return Fleet(members, node_ports, key)
 
 
 def _member(
-    name: str, module: str, port: int, flags: Flags, folder: Path, more: Sequence[str] = ()
+    name: str,
+    module: str,
+    port: int,
+    flags: Flags,
+    folder: Path,
+    place: Place,
+    more: Sequence[str] = (),
 ) -> Member:
-    command = [sys.executable, "-m", module, *more]
+    command = [sys.executable, "-m", module, *more, "--host", place.address]
     if module != "router":
         command += ["--name", name]
     for flag, value in flags.items():
         command += [f"--{flag.replace('_', '-')}", str(value)]
-    return Member(name, command, f"http://{LOOPBACK}:{port}", folder / f"{name}.log")
+    return Member(name, command, f"http://{place.address}:{port}", folder / f"{name}.log", place)
 
 
 @contextlib.contextmanager
-def fleet(model: Path, **plan: int | str | Flags) -> Iterator[Fleet]:
+def fleet(
+    model: Path, **plan: int | Flags | Mapping[str, Place] | Sequence[str]
+) -> Iterator[Fleet]:
     """A started fleet, ready for requests, ended afterwards; a failure shows everybody's log.
 
     `plan` is `plan_fleet`'s.

@@ -59,6 +59,9 @@ LEASE_S, POST_S, TICK_S = 4.0, 1.0, 0.1
 UNPROVEN_S, STOPPED_S = 30.0, 60.0
 LATE_S = 0.7
 """Longest that bytes are on their way after their sender's end, or after a network heals."""
+LATE_NOTIFICATIONS, NOTIFIED_LATE_S = 0.2, 6.0
+"""Share of notifications that come long after their bytes, and by how much at most: past the lease,
+when the pages may have new owners."""
 PAGE_BYTES = 64
 
 
@@ -124,6 +127,8 @@ class World:
         self.pages, self.overrides = pages, overrides
         self.nodes: dict[Incarnation, Node] = {}
         self.writes: list[PostedWrite] = []
+        self.notifications: list[tuple[float, Incarnation, Notified]] = []
+        """On their way: when, to whom, what."""
         self.born = 0
         self.left: list[Incarnation] = []
         self.router = router(self)
@@ -321,6 +326,7 @@ class World:
             elif posted.due <= self.now and (self.runs(posted.source) or not posted.needs_source):
                 self.writes.remove(posted)
                 self._land(posted)
+        self._hand_out_notifications()
 
     def _land(self, posted: PostedWrite) -> None:
         source, write = self.nodes.get(posted.source), posted.write
@@ -341,10 +347,27 @@ class World:
             target.memory.cells[there] = list(cells)
         if source is not None:
             source.facts.append(WriteDone(write.room, write.chunk, len(write.source_pages), 0.01))
-        place = len(target.facts)
-        if self.network.reorder:
-            place = self.random.randint(0, place)
-        target.facts.insert(place, Notified(write.notification))
+        self._notify(write.peer, Notified(write.notification))
+
+    def _notify(self, peer: Incarnation, notified: Notified) -> None:
+        """The word of a write that landed: it may be lost, come twice, or long after the bytes."""
+        copies = 0 if self.random.random() < self.network.loss / 4 else 1
+        copies += self.random.random() < self.network.repeat
+        for _ in range(copies):
+            is_late = self.network.reorder and self.random.random() < LATE_NOTIFICATIONS
+            late_s = self.random.uniform(0, NOTIFIED_LATE_S) if is_late else 0.0
+            self.notifications.append((self.now + late_s, peer, notified))
+
+    def _hand_out_notifications(self) -> None:
+        due = [entry for entry in self.notifications if entry[0] <= self.now]
+        for entry in due:
+            self.notifications.remove(entry)
+            target = self.nodes.get(entry[1])
+            if target is not None:
+                place = len(target.facts)
+                if self.network.reorder:
+                    place = self.random.randint(0, place)
+                target.facts.insert(place, entry[2])
 
     def _content(self, posted: PostedWrite) -> list[list[int | None]]:
         memory = self.nodes[posted.source].memory
