@@ -33,7 +33,7 @@ DELAY_S = 1.5 * SILENCE_S
 OCCURS_WITHIN_S = 30.0
 ROUTER_FLAGS = {
     "heartbeat_s": HEARTBEAT_S, "node_timeout_s": SILENCE_S, "admin_timeout_s": 1.0,
-    "max_replays_after_death": 50, "max_replays_after_fault": 50, "prefill_policy": "round_robin",
+    "max_replays_after_death": 50, "max_replays_after_fault": 50, "node_wait_s": 100.0,
 }  # fmt: skip
 NODE_FLAGS = {
     "heartbeat_s": HEARTBEAT_S, "peer_timeout_s": SILENCE_S, "router_timeout_s": SILENCE_S,
@@ -94,7 +94,12 @@ class WireRig:
         await self.settle()
 
     async def settle(self) -> None:
-        """Every text is right, every page is at home, nobody died."""
+        """Every text is right, every page is at home, nobody died but whom a trigger ended."""
+        for member in self.fleet.members.values():
+            if not member.is_alive:
+                assert member.name == "prefill-0", f"{member.name} has died"
+                member.start()
+                await self.fleet.ready()
         streams, self.streams = self.streams, []
         answers = await asyncio.gather(*(task for _, _, task in streams))
         for (prompt, count, _), answer in zip(streams, answers, strict=True):
@@ -182,12 +187,9 @@ class WireRig:
         await self.more()
 
     async def end_prefill(self) -> None:
-        """SIGTERM: it says goodbye to everybody; a new process takes its place."""
-        prefill = self.fleet["prefill-0"]
-        prefill.signal(signal.SIGTERM)
-        await prefill.ended()
-        prefill.start()
-        await self.fleet.ready()
+        """SIGTERM: it says goodbye to everybody; `settle` starts another in its place."""
+        self.fleet["prefill-0"].signal(signal.SIGTERM)
+        assert await self.fleet["prefill-0"].ended() == 0
 
     async def guest_leaves(self) -> None:
         """A node that fits nobody joins and says goodbye."""
