@@ -152,7 +152,7 @@ class Fleet:
     """All members by name: `router-0`, `prefill-0`, `decode-0` and so on."""
 
     def __init__(
-        self, members: Sequence[Member], node_ports: Sequence[int], key: str | None = None
+        self, members: Sequence[Member], node_ports: Sequence[int] = (), key: str | None = None
     ) -> None:
         """`key` opens the HTTP of members that are not on the loopback."""
         self.members = {member.name: member for member in members}

@@ -15,7 +15,11 @@ from tests.processes import Fleet, fleet, showing_logs
 from tests.tiny_models import make_tiny_model
 
 LIMIT_S = 1.0
-LIMITS = {"router_timeout_s": LIMIT_S, "peer_timeout_s": LIMIT_S, "heartbeat_s": 0.1}
+LIMITS: dict[str, object] = {
+    "router_timeout_s": LIMIT_S,
+    "peer_timeout_s": LIMIT_S,
+    "heartbeat_s": 0.1,
+}
 PROMPT_TOKENS, ANSWER_TOKENS, REQUESTS = 480, 8, 12
 
 
@@ -49,7 +53,7 @@ def test_a_step_that_outlasts_the_time_outs_loses_nothing(tmp_path: Path) -> Non
     oracle = Oracle(model)
     chance = random.Random(11)
     prompts = [random_prompt(chance, PROMPT_TOKENS) for _ in range(REQUESTS)]
-    one_chunk = {"chunk_size": PROMPT_TOKENS * REQUESTS, "num_pages": 400}
+    one_chunk: dict[str, object] = {"chunk_size": PROMPT_TOKENS * REQUESTS, "num_pages": 400}
 
     async def run(running: Fleet) -> None:
         async with showing_logs(running), client(running.url) as session:
