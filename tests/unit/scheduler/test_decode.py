@@ -2,6 +2,7 @@
 
 import pytest
 
+from common.events import PeerClosed
 from common.lifecycle import State
 from common.messages import (
     Abort,
@@ -167,6 +168,36 @@ def test_an_aborted_transfer_keeps_its_pages_until_prefill_has_drained() -> None
     node.peer(Drained(room=1, landed=[0]), "p")
     node.step()
     assert node.scheduler.kv.num_free == 24
+
+
+def test_an_abort_while_everything_waits_for_pages_ends_at_once() -> None:
+    node = decode(num_pages=4)
+    running(node, 1, max_tokens=10)  # two of the four pages
+    for room in (2, 3):
+        node.router(generate(room, prompt=9, max_tokens=4))
+    node.step()
+    waiting = node.scheduler.queues[State.PREALLOC]
+    assert [req.room for req in waiting] == [2, 3]
+    node.router(Abort(2))
+    node.scheduler.pause_generation(PauseMode.IN_PLACE)
+    node.router(Abort(3))
+    assert len(waiting) == 0
+    node.step()
+    assert [req.room for req in node.scheduler.unfinished()] == [1]
+
+
+def test_a_prefill_that_dies_in_the_handshake_fails_what_waits_for_it() -> None:
+    node = decode()
+    for room in (1, 2):
+        node.router(generate(room))
+    node.step()
+    node.scheduler.handle(PeerClosed("p", 1, "silent", silent_s=None), 5.0)
+    node.step()
+    assert [(f.room, f.kind) for f in node.said(Failed)] == [
+        (1, FailureKind.PEER_LOST),
+        (2, FailureKind.PEER_LOST),
+    ]
+    assert node.scheduler.kv.num_free == node.scheduler.kv.num_pages
 
 
 def test_a_lost_cancel_is_said_again() -> None:
