@@ -1,6 +1,7 @@
 """A bare asynchronous client of the router, for tests."""
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -118,6 +119,22 @@ async def eventually(
             why = await explain() if explain is not None else ""
             raise AssertionError(f"not within {timeout_s} s: {why}")
         await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def dialled(
+    address: str,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A bare TCP connection to `scheme://host:port`, closed afterwards; what is unsent gets 1 s."""
+    host, port = address.rpartition("/")[2].split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError, TimeoutError):
+            await asyncio.wait_for(writer.wait_closed(), 1)
+        writer.transport.abort()
 
 
 @asynccontextmanager

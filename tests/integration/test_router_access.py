@@ -14,6 +14,7 @@ from common.credentials import ClusterKeys, KeyRing, Secret
 from common.messages import Generate, Heartbeat, NodeStats
 from deploy.endpoint import Endpoint, EndpointError
 from router.access import ADMIN_PATHS, OPEN_PATHS, Access
+from tests.integration.client import dialled
 from tests.integration.router_rig import DECODE, IDS, PREFILL, Cluster, in_cluster
 from tests.standin import FINGERPRINT, StandIn
 
@@ -60,14 +61,12 @@ def test_a_refusal_names_the_scheme_and_reads_nothing_of_the_body(model_folder: 
     """The answer comes although most of the announced body has not been sent."""
 
     async def scenario(c: Cluster) -> None:
-        host, port = c.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b"Content-Length: 1000000\r\n\r\n{"
-        )
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        writer.close()
+        async with dialled(c.url) as (reader, writer):
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: 1000000\r\n\r\n{"
+            )
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
         assert head.startswith("HTTP/1.1 401 ")
         assert "WWW-Authenticate: Bearer\r\n" in head
         assert not c.nodes["p0"].rooms

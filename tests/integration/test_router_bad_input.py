@@ -15,6 +15,7 @@ from common.credentials import ClusterKeys, Secret
 from common.gatekeeper import dial_with
 from common.messages import Envelope, Heartbeat, NodeStats, Retracted, ToRouter, encode
 from router.access import Access
+from tests.integration.client import dialled
 from tests.integration.router_rig import Cluster, in_cluster
 
 KEYS = ClusterKeys.derive(Secret("a cluster secret for tests"))
@@ -79,7 +80,6 @@ def test_other_protocols_at_the_node_port(
     access: Access, model_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(c: Cluster) -> None:
-        host, port = c.node_address.removeprefix("tcp://").split(":")
 
         async def disturb() -> None:
             for junk in (
@@ -87,10 +87,9 @@ def test_other_protocols_at_the_node_port(
                 b"\xff" * 64 + os.urandom(200),
                 b"\x16\x03\x01",
             ):
-                _, writer = await asyncio.open_connection(host, int(port))
-                writer.write(junk)
-                await writer.drain()
-                writer.close()
+                async with dialled(c.node_address) as (_, writer):
+                    writer.write(junk)
+                    await writer.drain()
             kinds = ("refused_connections", "broken_handshakes", "garbage_frames")
             async with asyncio.timeout(10):
                 while not sum([await count(c, kind) for kind in kinds]):
@@ -180,9 +179,7 @@ def test_a_recorded_session_cannot_be_played_back(
     """Every byte that a node with the secret sent, by somebody who has listened on the wire."""
 
     async def scenario(c: Cluster) -> None:
-        host, port = c.node_address.removeprefix("tcp://").split(":")
         recorded = bytearray()
-        pumps: list[asyncio.Task[None]] = []
 
         async def pump(
             source: asyncio.StreamReader, sink: asyncio.StreamWriter, tape: bytearray | None
@@ -193,9 +190,13 @@ def test_a_recorded_session_cannot_be_played_back(
                 sink.write(data)
 
         async def tap(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            up_reader, up_writer = await asyncio.open_connection(host, int(port))
-            pumps.append(asyncio.create_task(pump(reader, up_writer, recorded)))
-            pumps.append(asyncio.create_task(pump(up_reader, writer, None)))
+            async with dialled(c.node_address) as (up_reader, up_writer):
+                down = asyncio.create_task(pump(up_reader, writer, None))
+                try:
+                    await pump(reader, up_writer, recorded)
+                finally:
+                    down.cancel()
+                    writer.transport.abort()
 
         server = await asyncio.start_server(tap, "127.0.0.1", 0)
         address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -212,20 +213,17 @@ def test_a_recorded_session_cannot_be_played_back(
 
         async def disturb() -> None:
             for _ in range(3):
-                _, writer = await asyncio.open_connection(host, int(port))
-                writer.write(bytes(recorded))
-                await writer.drain()
-                await until(c, "refused_connections", 1)
-                writer.close()
+                async with dialled(c.node_address) as (_, writer):
+                    writer.write(bytes(recorded))
+                    await writer.drain()
+                    await until(c, "refused_connections", 1)
             assert await count(c, "stale_node_messages") == stale
 
         await undisturbed(c, disturb)
         dealer.close()
         context.term()
         server.close()
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await server.wait_closed()
 
     in_cluster(model_folder, scenario, access=Access(KEYS), node_timeout_s=PATIENT_S)
     assert len(lines(caplog, "refused_connections")) == 1
@@ -233,7 +231,6 @@ def test_a_recorded_session_cannot_be_played_back(
 
 def test_bad_bytes_at_the_http_port(model_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(c: Cluster) -> None:
-        host, port = c.url.removeprefix("http://").split(":")
         bodies = [b"", b"{", b"\xff\xfe", b"[" * 50_000, b"[1, 2]", b'{"prompt": {"a": 1}}']
         requests = [
             b"\x00\xff\x80\r\n\r\n",
@@ -245,10 +242,9 @@ def test_bad_bytes_at_the_http_port(model_folder: Path, caplog: pytest.LogCaptur
 
         async def disturb() -> None:
             for request in requests:
-                _, writer = await asyncio.open_connection(host, int(port))
-                writer.write(request)
-                await writer.drain()
-                writer.close()
+                async with dialled(c.url) as (_, writer):
+                    writer.write(request)
+                    await writer.drain()
             for body in bodies:
                 url = f"{c.url}/v1/completions"
                 async with c.session.post(url, data=body) as response:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.messages import Abort, Generate, PeerGone, TokenOutput
+from tests.integration.client import dialled
 from tests.integration.router_rig import (
     DECODE,
     IDS,
@@ -180,12 +181,10 @@ def test_garbage_on_the_node_port_is_counted_and_forgotten(model_folder: Path) -
 
 def test_bytes_that_are_not_http_are_counted_and_forgotten(model_folder: Path) -> None:
     async def scenario(c: Cluster) -> None:
-        host, port = c.url.removeprefix("http://").split(":")
         for payload in (b"\x00\xff\x80\r\n\r\n", b"POST \xff nothing\r\n\r\n"):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(payload)
-            await reader.read(1000)
-            writer.close()
+            async with dialled(c.url) as (reader, writer):
+                writer.write(payload)
+                await reader.read(1000)
         assert (await c.complete(10))["choices"][0]["text"] == c.text(10)
         async with c.session.get(f"{c.url}/metrics") as response:
             assert 'kind="garbage_http"} 2.0' in await response.text()

@@ -1,6 +1,7 @@
 """More work than fits, and clients that leave, wait too long or do not read. Stand-in nodes."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from common.messages import Abort, Generate
 from router.tokens import TextCodec
+from tests.integration.client import dialled
 from tests.integration.router_rig import IDS, Cluster, in_cluster
 
 # ---------------------------------------------------------------- too much work
@@ -184,14 +186,10 @@ async def unfinished_body(
     c: Cluster,
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A request whose body stops in the middle."""
-    host, port = c.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
-    writer.write(head)
-    try:
+    async with dialled(c.url) as (reader, writer):
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
+        writer.write(head)
         yield reader, writer
-    finally:
-        writer.close()
 
 
 async def arriving(c: Cluster) -> int:
@@ -361,3 +359,5 @@ async def deaf_client(
         yield reader
     finally:
         writer.transport.abort()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
