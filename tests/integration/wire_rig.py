@@ -159,8 +159,9 @@ class WireRig:
     async def hold_up_prefill(self) -> None:
         """Transfers stay open for longer than decode waits before it asks about them."""
         async with client(self.fleet["prefill-0"].url) as node:
+            self.ask(self.long, 4)  # first: the router gives a paused node no work
+            await asyncio.sleep(self.chance.uniform(0.0, 0.05))
             await node.post("/pause_generation", {"mode": "in_place"})
-            await self.more()
             await asyncio.sleep(SYNC_S + 2 * HEARTBEAT_S)
             await node.post("/continue_generation")
 
