@@ -61,7 +61,7 @@ class NodeConfig:
     lease_s: float = 10.0
     """Prefill posts nothing into decode later than this after decode's last sign of life."""
     longest_post_s: float = 3.0
-    """Bound on one posted write; with the lease, the least that `unproven_s` may be."""
+    """Bound on one posted write; with lease and TCP time-out the least that `unproven_s` may be."""
     unproven_s: float = 60.0
     """How long decode keeps pages that an unreachable prefill may still write into."""
     stopped_peer_s: float = 600.0
@@ -100,9 +100,11 @@ class NodeConfig:
             value = getattr(self, field)
             if value is not None and value <= 0:
                 raise ValueError(f"{field} must be positive, not {value}")
-        least = self.lease_s + self.longest_post_s
+        # After these no byte that an unreachable prefill has sent can still be on its way.
+        least = self.lease_s + self.longest_post_s + self.tcp_timeout_s
         if self.unproven_s < least:
-            raise ValueError(f"unproven_s must be at least lease_s + longest_post_s, {least:g}")
+            parts = "lease_s + longest_post_s + tcp_timeout_s"
+            raise ValueError(f"unproven_s must be at least {parts}, {least:g}")
         if self.stopped_peer_s < self.unproven_s:
             raise ValueError(f"stopped_peer_s must be at least unproven_s, {self.unproven_s:g}")
         for address in self.router:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from common.lifecycle import ReqQueue
 from decode_node.request import DecodeReq
 
 
@@ -24,19 +25,16 @@ def fits(need: int, free: int, reserved: int, *, alone: bool) -> bool:
 
 
 def choose_victim(
-    running: DecodeReq | None,
-    waiting: DecodeReq | None,
-    transferring: DecodeReq | None,
-    *,
-    several: bool,
-    aborting: bool,
+    running: ReqQueue[DecodeReq],
+    waiting: ReqQueue[DecodeReq],
+    transferring: ReqQueue[DecodeReq],
+    aborting: ReqQueue[DecodeReq],
 ) -> DecodeReq | None:
     """Of the last in rank of each queue, the one to retract; never the first of all.
 
-    `several`: more than one request runs or waits. One whose pages are still being written gives
-    nothing back at once, so such a one is asked only when nobody else is left, and one at a time
-    (`aborting`: one was asked already).
+    One whose pages are still being written gives nothing back at once, so such a one is asked only
+    when nobody else is left, and one at a time.
     """
-    if several:
-        return max(filter(None, (running, waiting)), key=lambda req: req.rank)
-    return None if aborting else transferring
+    if len(running) + len(waiting) > 1:
+        return max(filter(None, (running.last, waiting.last)), key=lambda req: req.rank)
+    return None if len(aborting) else transferring.last

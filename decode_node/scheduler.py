@@ -4,11 +4,11 @@
                    │                         │  └─▶ aborting ─▶ end   │                │
                    └────── end ◀─────────────┴────────────────────────┴── retracted ◀──┘
 
-* Pages are taken with a reserve for what already runs; `Destination` then names them to prefill.
+* Pages are taken with a reserve for what already runs, and only for a request that will find a slot
+  when its KV lands; `Destination` then names them to prefill.
 * From that moment until the room's last chunk has landed, prefill may write into them. A request
   stopped in between goes through ABORTING and leaves it on prefill's word (`Drained`, `RoomFailed`,
-  `RoomFinished`). If prefill is lost there is no word: the pages go into `quarantine` until there
-  is other proof that nothing writes into them.
+  `RoomFinished`). If prefill is lost, the pages go into `quarantine` until there is other proof.
 * Retraction is per request: `_retract(req)`. There is no retraction of a batch, so an empty batch
   has nothing that could be retracted. Under memory pressure the last in rank (the least urgent,
   the youngest of those) goes first, never the first of all.
@@ -50,6 +50,7 @@ from common.settings import SchedulerSettings
 from common.tombstones import Ending, Tombstone
 from decode_node.admission import choose_victim, fits, reserve
 from decode_node.announced import AnnouncedPeers
+from decode_node.forecast import SlotForecast
 from decode_node.notification import read_notification
 from decode_node.peers import PrefillLinks
 from decode_node.quarantine import Quarantine
@@ -76,6 +77,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         self._announced = AnnouncedPeers(self.links, settings.sync_s)
         self.quarantine = Quarantine(self.kv, self.links, self._outbox, self.counters, settings)
         self._reserve_pages = reserve_pages
+        self._forecast = SlotForecast(settings.max_running_requests)
         self._expecting = False
 
     @property
@@ -117,6 +119,8 @@ class DecodeScheduler(Scheduler[DecodeReq]):
 
     def _preallocate(self, req: DecodeReq) -> bool:
         active = (*self.running_queue, *self.waiting_queue, *self.transfer_queue)
+        if not self._forecast.slot_awaits(sum(not self._is_held_up(r) for r in active)):
+            return False
         growing = [self._pages_needed(r) - len(r.pages) for r in active]
         need = self.kv.pages_for(req.num_tokens)
         growing.append(self._pages_needed(req) - need)
@@ -131,6 +135,10 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         self._send_destination(req)
         return True
 
+    def _is_held_up(self, req: DecodeReq) -> bool:
+        """Its KV comes only when prefill is no longer paused."""
+        return req in self.transfer_queue and self.links.paused(req.prefill)
+
     def _send_destination(self, req: DecodeReq) -> None:
         destination = Destination(
             room=req.room, pages=list(req.pages), weight_version=self.settings.weight_version
@@ -138,8 +146,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         self.links.send(req.prefill, destination)
 
     def _watch_for_writes(self) -> None:
-        queued = len(self.transfer_queue) + len(self.aborting_queue)
-        expecting = bool(queued) or self.quarantine.settling
+        expecting = bool(self.transfer_queue or self.aborting_queue) or self.quarantine.settling
         if expecting != self._expecting:
             self._expecting = expecting
             self._outbox.transfer(ExpectWrites(expecting))
@@ -310,6 +317,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             return
         self.waiting_queue.take(req)
         self._mark(req, "transfer")
+        self._forecast.note_landing(req.stages["transfer"] - req.stages["queue"])
         req.output_ids.append(first.token_id)
         self._emit(req, first.logprob, repeat=True)
 
@@ -340,11 +348,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
                 req.unsent_pages += pages
                 return True
             victim = choose_victim(
-                self.running_queue.last,
-                self.waiting_queue.last,
-                self.transfer_queue.last,
-                several=len(self.running_queue) + len(self.waiting_queue) > 1,
-                aborting=bool(len(self.aborting_queue)),
+                self.running_queue, self.waiting_queue, self.transfer_queue, self.aborting_queue
             )
             if victim is None:
                 return False
@@ -356,6 +360,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         req.output_ids.append(sample.token_id)
         self._emit(req, sample.logprob)
         if req.stop_reason() is not None:
+            self._forecast.note_end(self._now)
             self.ledger.ended(req, "finished")
             self._retire(req, Tombstone(Ending.DONE, frozenset(req.landed)))
 
@@ -383,7 +388,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
     def _expire(self) -> None:
         self.quarantine.tick(self._now)
         for req in self.transfer_queue.snapshot():
-            if req.deadline <= self._now and not self.links.paused(req.prefill):
+            if req.deadline <= self._now and not self._is_held_up(req):
                 kind = FailureKind.PEER_LOST if req.drained else FailureKind.TRANSFER
                 self._fail(req, kind, "the KV did not arrive in time")
 

@@ -68,7 +68,7 @@ MISTAKES: list[tuple[type, list[str], str]] = [
     (
         DecodeConfig,
         ["--unproven-s", "5"],
-        "unproven_s must be at least lease_s + longest_post_s, 13",
+        "unproven_s must be at least lease_s + longest_post_s + tcp_timeout_s, 23",
     ),
     (DecodeConfig, ["--stopped-peer-s", "30"], "stopped_peer_s must be at least unproven_s, 60"),
     (PrefillConfig, ["--dtype", "float8"], "float8"),

@@ -58,7 +58,7 @@ def run(work: Work, seed: int) -> Run:
     ("work", "allowed"),
     [
         pytest.param(Work(), 1.02, id="slots are scarce"),
-        pytest.param(Work(output=(20, 20)), 1.02, id="requests end together"),
+        pytest.param(Work(output=(20, 20)), 1.03, id="requests end together"),
         pytest.param(Work(pages=60), 1.03, id="pages are scarce"),
         pytest.param(Work(prompt=(60, 120)), 1.04, id="prefill is scarce"),
     ],

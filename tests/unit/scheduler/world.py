@@ -56,7 +56,7 @@ FINGERPRINT = Fingerprint(
     page_size=PAGE,
 )
 LEASE_S, POST_S, TICK_S = 4.0, 1.0, 0.1
-UNPROVEN_S, STOPPED_S = 30.0, 60.0
+TCP_TIMEOUT_S, UNPROVEN_S, STOPPED_S = 10.0, 30.0, 60.0
 LATE_S = 0.7
 """Longest that bytes are on their way after their sender's end, or after a network heals."""
 LATE_NOTIFICATIONS, NOTIFIED_LATE_S = 0.2, 6.0
@@ -129,6 +129,7 @@ class World:
         self.writes: list[PostedWrite] = []
         self.notifications: list[tuple[float, Incarnation, Notified]] = []
         """On their way: when, to whom, what."""
+        self.late_notifications = LATE_NOTIFICATIONS if reorder else 0.0
         self.born = 0
         self.left: list[Incarnation] = []
         self.router = router(self)
@@ -316,10 +317,12 @@ class World:
     def land(self) -> None:
         """Bytes arrive. Some of a stopped process's writes wait for it, some are with the kernel
         already; a cut holds all of them back, and a network that heals delivers them after up to
-        the same time once more, as the kernels repeat."""
+        the same time once more, as the kernels repeat, unless that took too long for them."""
         for posted in list(self.writes):
             if self.network.is_cut(posted.source, posted.write.peer):
                 posted.held_since = self.now if posted.held_since is None else posted.held_since
+                if self.now - posted.held_since > TCP_TIMEOUT_S:
+                    self._give_up(posted)
             elif posted.held_since is not None:
                 outage_s, posted.held_since = self.now - posted.held_since, None
                 posted.due = self.now + self.random.uniform(0, max(LATE_S, outage_s))
@@ -327,6 +330,14 @@ class World:
                 self.writes.remove(posted)
                 self._land(posted)
         self._hand_out_notifications()
+
+    def _give_up(self, posted: PostedWrite) -> None:
+        """TCP's user time-out: nothing of it is sent any more."""
+        self.writes.remove(posted)
+        source = self.nodes.get(posted.source)
+        if source is not None:
+            write = posted.write
+            source.facts.append(WriteFailed(write.room, write.chunk, "the connection timed out"))
 
     def _land(self, posted: PostedWrite) -> None:
         source, write = self.nodes.get(posted.source), posted.write
@@ -354,7 +365,7 @@ class World:
         copies = 0 if self.random.random() < self.network.loss / 4 else 1
         copies += self.random.random() < self.network.repeat
         for _ in range(copies):
-            is_late = self.network.reorder and self.random.random() < LATE_NOTIFICATIONS
+            is_late = self.random.random() < self.late_notifications
             late_s = self.random.uniform(0, NOTIFIED_LATE_S) if is_late else 0.0
             self.notifications.append((self.now + late_s, peer, notified))
 
