@@ -16,6 +16,8 @@ from router.metrics import RouterMetrics
 
 log = logging.getLogger("router.http")
 
+CLIENT_LEFT = 499
+"""Counted for a client that left before its answer was whole; nginx's number."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 _encode = msgspec.json.Encoder().encode
 
@@ -86,15 +88,20 @@ def shield_errors(metrics: RouterMetrics) -> Middleware:
             response = error_response(error)
         except web.HTTPException as error:
             response = error_response(_from_http(request, error))
-        except ConnectionError:
-            raise  # the client is gone: nobody to answer
-        except Exception:
-            log.exception("%s %s failed", request.method, request.path)
-            response = error_response(internal("internal error", "internal_error"))
+        except Exception as error:
+            if isinstance(error, ConnectionError) and _is_gone(request):
+                response = web.Response(status=CLIENT_LEFT)  # for the count: nobody gets it
+            else:
+                log.exception("%s %s failed", request.method, request.path)
+                response = error_response(internal("internal error", "internal_error"))
         metrics.on_response(_route(request), response.status)
         return response
 
     return middleware
+
+
+def _is_gone(request: web.Request) -> bool:
+    return request.transport is None or request.transport.is_closing()
 
 
 def _from_http(request: web.Request, error: web.HTTPException) -> ApiError:
