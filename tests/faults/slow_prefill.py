@@ -1,0 +1,44 @@
+"""A prefill node whose forward passes last seconds longer, as on a long chunk or a first compile.
+
+Run as `python -m tests.faults.slow_prefill` in place of `prefill_node`; `STEP_S` names how long.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from common.config import NodeConfig
+from deploy import cli
+from deploy.process import prepare
+
+STEP_S = "PDSERVE_TEST_STEP_S"
+
+
+def plant(seconds: float) -> None:
+    """Let the engine's thread stand still in every forward pass from now on."""
+    from common.engine.runner import ModelRunner
+
+    run: Callable[..., Any] = ModelRunner.run
+
+    def planted(*args: Any) -> Any:
+        time.sleep(seconds)
+        return run(*args)
+
+    setattr(ModelRunner, "run", planted)  # noqa: B010 - a method is replaced on purpose
+
+
+def main() -> int:
+    """The prefill node's command line; planted after what must come before torch is loaded."""
+
+    def prepare_and_plant(config: NodeConfig) -> None:
+        prepare(config)
+        plant(float(os.environ[STEP_S]))
+
+    setattr(cli, "prepare", prepare_and_plant)  # noqa: B010
+    return cli.main(["prefill", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
