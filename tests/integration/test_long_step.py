@@ -17,14 +17,14 @@ from tests.integration.oracle import Oracle, random_prompt
 from tests.processes import Fleet, fleet, showing_logs
 from tests.tiny_models import make_tiny_model
 
-LIMIT_S = 1.0
+LIMIT_S = 2.0
 LIMITS: dict[str, object] = {
     "router_timeout_s": LIMIT_S,
     "peer_timeout_s": LIMIT_S,
     "heartbeat_s": 0.1,
 }
-LONG_S = 3 * LIMIT_S
-PROMPT_TOKENS, ANSWER_TOKENS, REQUESTS = 60, 8, 6
+LONG_S = 2.5 * LIMIT_S
+PROMPT_TOKENS, ANSWER_TOKENS, REQUESTS = 60, 8, 3
 
 
 async def longest_silence(session: Client, running: Fleet, done: asyncio.Event) -> float:
@@ -68,7 +68,7 @@ def test_a_step_that_outlasts_the_time_outs_loses_nothing(
             asked = [session.stream(prompt, ANSWER_TOKENS) for prompt in prompts]
             answers = await asyncio.gather(*asked)
             done.set()
-            assert await watch > 2 * LIMIT_S, "the steps were short, which proves nothing"
+            assert await watch > 1.5 * LIMIT_S, "the steps were short, which proves nothing"
             assert await losses(session, running) == {}
             await session.wait_idle()
         for prompt, answer in zip(prompts, answers, strict=True):
