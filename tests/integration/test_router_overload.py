@@ -317,7 +317,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_holds_up_nobody(model_folder
             rest = await reader.read()  # what it gets if it reads after all
             assert b'"slow_client"' in rest[-400:]
         await until(lambda: open_streams(c), 0)
-        assert await ended_as(c, "slow_client") == 16
+        assert await ended_as(c, "slow_client") == MUCH["n"]
 
     in_cluster(model_folder, scenario, node_settings=FAST, max_unsent_bytes=100_000)
 
@@ -325,7 +325,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_holds_up_nobody(model_folder
 def test_a_stream_that_stays_unread_is_cut_off_after_a_while(model_folder: Path) -> None:
     async def scenario(c: Cluster) -> None:
         async with deaf_client(c.url, "/v1/completions", MUCH):
-            await until(lambda: ended_as(c, "slow_client"), 1)
+            await until(lambda: ended_as(c, "slow_client"), MUCH["n"])
             await until(lambda: open_streams(c), 0)
             assert set((await c.info())["requests"].values()) == {0}
 
