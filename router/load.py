@@ -59,7 +59,8 @@ class _Tally:
 
 
 def decode_slots(max_running_requests: int) -> int:
-    """Attempts a decode node may have: those that run, and those whose KV is made meanwhile.
+    """Attempts a decode node may have: those that run or come next, and those that wait there for a
+    slot without KV.
 
     As many again keep the batch full also when many requests end together; half as many cost 1-3 %
     of the throughput in the virtual cluster (`tests/unit/scheduler/test_dispatch_pace.py`).

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -26,6 +27,8 @@ from router.protocol.terms import Terms
 from router.service import RouterService
 from router.sse import SseStream
 from router.text_stream import TokenRecord
+
+R = TypeVar("R", bound=OpenAIRequest)
 
 _completion = msgspec.json.Decoder(CompletionRequest)
 _chat = msgspec.json.Decoder(ChatRequest)
@@ -65,32 +68,35 @@ class OpenAIApi:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         with self._service.arrivals.open() as arrival:
-            self._service.check_arrival(arrival)
-            body = decode_body(_completion, await read_body(request, self._limits.body_timeout_s))
-            arrival.rid = rid = request_id(request)
-            terms = body.terms()
-            self._service.check_arrival(arrival, terms)
+            body, terms = await self._take_in(request, arrival, _completion)
             prepared = await self._preparer.completion(body)
 
             def bodies() -> Bodies:
-                head = self._head(f"cmpl-{rid}")
+                head = self._head(f"cmpl-{arrival.rid}")
                 return CompletionBodies(head, self._codec, prepared.prompt_texts, prepared.n)
 
             return await self._answer(request, body, arrival, terms, prepared, bodies)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         with self._service.arrivals.open() as arrival:
-            self._service.check_arrival(arrival)
-            body = decode_body(_chat, await read_body(request, self._limits.body_timeout_s))
-            arrival.rid = rid = request_id(request)
-            terms = body.terms()
-            self._service.check_arrival(arrival, terms)
+            body, terms = await self._take_in(request, arrival, _chat)
             prepared = await self._preparer.chat(body)
 
             def bodies() -> Bodies:
-                return ChatBodies(self._head(f"chatcmpl-{rid}"), self._codec)
+                return ChatBodies(self._head(f"chatcmpl-{arrival.rid}"), self._codec)
 
             return await self._answer(request, body, arrival, terms, prepared, bodies)
+
+    async def _take_in(
+        self, request: web.Request, arrival: Arrival, decoder: msgspec.json.Decoder[R]
+    ) -> tuple[R, Terms]:
+        """Read the body, refusing before it by number and after it by wait. Raises ApiError."""
+        self._service.check_arrival(arrival)
+        body = decode_body(decoder, await read_body(request, self._limits.body_timeout_s))
+        arrival.rid = request_id(request)
+        terms = body.terms()
+        self._service.check_arrival(arrival, terms)
+        return body, terms
 
     def _head(self, answer_id: str) -> Head:
         name = self._preparer.served_model_name

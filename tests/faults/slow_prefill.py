@@ -9,9 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from common.config import NodeConfig
-from deploy import cli
-from deploy.process import prepare
+from tests.faults.planted import run_prefill
 
 STEP_S = "PDSERVE_TEST_STEP_S"
 
@@ -29,16 +27,5 @@ def plant(seconds: float) -> None:
     setattr(ModelRunner, "run", planted)  # noqa: B010 - a method is replaced on purpose
 
 
-def main() -> int:
-    """The prefill node's command line; planted after what must come before torch is loaded."""
-
-    def prepare_and_plant(config: NodeConfig) -> None:
-        prepare(config)
-        plant(float(os.environ[STEP_S]))
-
-    setattr(cli, "prepare", prepare_and_plant)  # noqa: B010
-    return cli.main(["prefill", *sys.argv[1:]])
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_prefill(lambda: plant(float(os.environ[STEP_S]))))

@@ -12,9 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.config import NodeConfig
-from deploy import cli
-from deploy.process import prepare
+from tests.faults.planted import run_prefill
 
 STRIKE_FILE = "PDSERVE_TEST_STRIKE_FILE"
 
@@ -57,16 +55,5 @@ def plant(path: Path) -> None:
     setattr(NixlAgent, "post", planted)  # noqa: B010 - a method is replaced on purpose
 
 
-def main() -> int:
-    """The prefill node's command line; planted after what must come before UCX is loaded."""
-
-    def prepare_and_plant(config: NodeConfig) -> None:
-        prepare(config)
-        plant(Path(os.environ[STRIKE_FILE]))
-
-    setattr(cli, "prepare", prepare_and_plant)  # noqa: B010
-    return cli.main(["prefill", *sys.argv[1:]])
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_prefill(lambda: plant(Path(os.environ[STRIKE_FILE]))))

@@ -58,6 +58,16 @@ class Cluster:
         async with self.session.get(f"{self.url}{path}") as response:
             return response.status, await response.json()
 
+    async def metric(self, name: str, default: int | None = None) -> int:
+        """The value of one sample, labels and all; fails if it is absent and has no `default`."""
+        async with self.session.get(f"{self.url}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        found = [line for line in lines if line.startswith(f"{name} ")]
+        if not found and default is not None:
+            return default
+        (line,) = found
+        return int(float(line.rpartition(" ")[2]))
+
     async def info(self) -> Any:
         return (await self.get("/get_server_info"))[1]
 

@@ -38,10 +38,7 @@ def lines(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
 
 
 async def count(c: Cluster, kind: str) -> int:
-    async with c.session.get(f"{c.url}/metrics") as response:
-        text = await response.text()
-    head = f'pdserve_router_events_total{{kind="{kind}"}} '
-    return sum(int(float(line[len(head) :])) for line in text.splitlines() if line.startswith(head))
+    return await c.metric(f'pdserve_router_events_total{{kind="{kind}"}}', 0)
 
 
 async def until(c: Cluster, kind: str, at_least: int) -> None:

@@ -193,10 +193,7 @@ async def unfinished_body(
 
 
 async def arriving(c: Cluster) -> int:
-    async with c.session.get(f"{c.url}/metrics") as response:
-        lines = (await response.text()).splitlines()
-    (line,) = (line for line in lines if line.startswith("pdserve_router_arriving "))
-    return int(float(line.split()[1]))
+    return await c.metric("pdserve_router_arriving")
 
 
 async def until(condition: Callable[[], Any], wanted: object) -> None:
@@ -333,17 +330,11 @@ def test_a_stream_that_stays_unread_is_cut_off_after_a_while(model_folder: Path)
 
 
 async def ended_as(c: Cluster, outcome: str) -> int:
-    async with c.session.get(f"{c.url}/metrics") as response:
-        lines = (await response.text()).splitlines()
-    head = f'pdserve_router_requests_total{{outcome="{outcome}"}} '
-    return sum(int(float(line[len(head) :])) for line in lines if line.startswith(head))
+    return await c.metric(f'pdserve_router_requests_total{{outcome="{outcome}"}}', 0)
 
 
 async def open_streams(c: Cluster) -> int:
-    async with c.session.get(f"{c.url}/metrics") as response:
-        lines = (await response.text()).splitlines()
-    (line,) = (line for line in lines if line.startswith("pdserve_router_open_streams "))
-    return int(float(line.split()[1]))
+    return await c.metric("pdserve_router_open_streams")
 
 
 @asynccontextmanager
