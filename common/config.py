@@ -70,6 +70,16 @@ class NodeConfig:
     """How long a request waits for its other half's message."""
     transfer_timeout_s: float = 300.0
     """How long decode waits for a request's KV once pages were given."""
+    max_loras_per_batch: int = 8
+    """Adapters that may compute together; the base model needs none of these slots."""
+    max_loaded_loras: int = 64
+    """Adapters whose weights are kept in host memory; of more, those least recently used are read
+    again when they are wanted."""
+    max_lora_rank: int = 256
+    """Largest rank of an adapter. Slots are made for it, in memory that the system gives when it
+    is first used."""
+    lora_drain_wait_s: float = 2.0
+    """A request that has waited so long for a slot for its adapter has one emptied for it."""
     drain_s: float = 30.0
     """Asked to end, a node finishes what it computes for so long, then hands it over."""
     max_queued_requests: int = 4096
@@ -89,13 +99,17 @@ class NodeConfig:
         positive = (
             "page_size", "max_running_requests", "chunk_size", "heartbeat_s", "router_timeout_s",
             "peer_timeout_s", "tcp_timeout_s", "lease_s", "twin_timeout_s", "transfer_timeout_s",
-            "kv_cache_gib", "max_queued_requests",
+            "kv_cache_gib", "max_queued_requests", "max_loras_per_batch", "max_lora_rank",
         )  # fmt: skip
         for field in positive:
             if getattr(self, field) <= 0:
                 raise ValueError(f"{field} must be positive, not {getattr(self, field)}")
-        if self.drain_s < 0:
-            raise ValueError(f"drain_s must not be negative, not {self.drain_s}")
+        for field in ("drain_s", "lora_drain_wait_s"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field} must not be negative, not {getattr(self, field)}")
+        if self.max_loaded_loras < self.max_loras_per_batch:
+            slots = self.max_loras_per_batch
+            raise ValueError(f"max_loaded_loras must be at least max_loras_per_batch, {slots}")
         for field in ("max_model_len", "num_pages", "threads"):
             value = getattr(self, field)
             if value is not None and value <= 0:

@@ -18,8 +18,10 @@ from common.messages import (
     Continue,
     Drain,
     FlushCache,
+    LoadAdapter,
     NodeStats,
     Pause,
+    UnloadAdapter,
 )
 from common.plan import Batch, BatchResult, Outgoing, TransferCommand, TransferEvent
 from common.scheduler import Scheduler
@@ -170,6 +172,8 @@ class EventLoop:
                 return AdminDone(ticket, True, "draining")
             case AbortRequests(rid):
                 return AdminDone(ticket, True, f"aborted {scheduler.abort_requests(rid)}")
+            case LoadAdapter() | UnloadAdapter():
+                return AdminDone(ticket, False, "this node serves no adapters")
             case _:
                 assert_never(verb)
 

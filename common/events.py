@@ -99,3 +99,5 @@ class AdminDone:
     ticket: int
     ok: bool
     message: str = ""
+    digest: str = ""
+    """Of the adapter that was loaded."""

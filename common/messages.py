@@ -22,7 +22,7 @@ import msgspec
 
 from common.modes import DisaggregationMode, PauseMode
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 Room = int
 Incarnation = str
@@ -71,6 +71,27 @@ class TokenLogprob(Value, frozen=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Adapter(Value, frozen=True):
+    """A LoRA adapter as a request names it. Its identity is the digest of its content: two nodes
+    that hold different weights under one name never serve one request together."""
+
+    name: str
+    digest: str
+
+
+class AdapterInfo(Value, frozen=True, kw_only=True):
+    """An adapter that a node can serve, whether its weights are in memory now or not."""
+
+    name: str
+    digest: str
+    path: str
+    """Local folder or Hugging Face id it was loaded from, on that node."""
+    rank: int
+    """The largest of its modules' ranks."""
+    pinned: bool = False
+    """Always in a slot."""
+
+
 class StopReason(StrEnum):
     """Why a node finished a request by itself."""
 
@@ -99,6 +120,8 @@ class FailureKind(StrEnum):
     """The twin message never came: replay."""
     ENGINE = "engine"
     """The forward pass raised: replay, bounded."""
+    ADAPTER = "adapter"
+    """This node does not hold the adapter, or cannot read it again: another node, or 404."""
 
 
 class NodeState(StrEnum):
@@ -150,6 +173,12 @@ class NodeStats(Value, frozen=True, kw_only=True):
     """Monotonic counts: retractions, aborts, stale messages, ..."""
     linked_peers: list[Incarnation] = msgspec.field(default_factory=list)
     """Decode only: prefill nodes with which the handshake is done."""
+    lora_slots: int = 0
+    """Adapters that may compute together; the base model needs none."""
+    lora_slots_used: int = 0
+    loras_in_memory: int = 0
+    running_loras: dict[str, int] = msgspec.field(default_factory=dict)
+    """Adapter name -> unfinished requests, of those that have any."""
 
 
 # ---------------------------------------------------------------- router -> node
@@ -184,6 +213,8 @@ class Generate(Wire, frozen=True, kw_only=True):
     """How long ago the router accepted the request: its rank among equals in every queue."""
     priority: int = 0
     """Lower values come first in every queue and are retracted last."""
+    adapter: Adapter | None = None
+    """None: the base model."""
     prefill_address: str = ""
     """Side-channel address of the prefill node; set in the decode node's copy only."""
     prefill_incarnation: Incarnation = ""
@@ -254,7 +285,25 @@ class Drain(Wire, frozen=True):
     """Leave: take nothing new, finish or hand over what is there, say goodbye, end the process."""
 
 
-AdminVerb = Pause | Continue | FlushCache | AbortRequests | Drain
+class LoadAdapter(Wire, frozen=True, kw_only=True):
+    """Read, check and keep an adapter; answered once it can serve, with its digest.
+
+    With a `digest` only that content will do, and having it already is no error.
+    """
+
+    name: str
+    path: str
+    pinned: bool = False
+    digest: str = ""
+
+
+class UnloadAdapter(Wire, frozen=True):
+    """Take no new request of this adapter; answered once those here have ended and it is gone."""
+
+    name: str
+
+
+AdminVerb = Pause | Continue | FlushCache | AbortRequests | Drain | LoadAdapter | UnloadAdapter
 ToNode = Welcome | Refused | Generate | Abort | PeerGone | Peers | Ping | Admin
 
 
@@ -326,13 +375,26 @@ class AdminReply(Wire, frozen=True, kw_only=True):
     id: int
     ok: bool
     message: str = ""
+    digest: str = ""
+    """Of the adapter that was loaded."""
+
+
+class NodeAdapters(Wire, frozen=True):
+    """All adapters this node can serve; each replaces the one before.
+
+    Sent first after every `Welcome`, and at each change before the `AdminReply` that tells of it.
+    """
+
+    adapters: list[AdapterInfo]
 
 
 class Goodbye(Wire, frozen=True):
     """The node leaves on purpose; its rooms are over."""
 
 
-ToRouter = Hello | Heartbeat | Tokens | Retracted | Failed | Aborted | AdminReply | Goodbye
+ToRouter = (
+    Hello | Heartbeat | Tokens | Retracted | Failed | Aborted | AdminReply | NodeAdapters | Goodbye
+)
 
 
 # ---------------------------------------------------------------- decode -> prefill
@@ -357,6 +419,8 @@ class Destination(Wire, frozen=True, kw_only=True):
     first_page: int = 0
     """Logical pages before this one are already on decode (prefix cache)."""
     weight_version: str = ""
+    adapter: str = ""
+    """Digest of the adapter that decode will go on with; empty for the base model."""
     heard: float = 0.0
     """Newest `Ping.stamp` seen: with `lease_s` it renews the link's lease."""
     lease_s: float = 0.0

@@ -7,6 +7,7 @@ messages to the I/O thread. Results and completions return as `BatchResult` and 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from common.events import AdminDone
 from common.messages import (
     Incarnation,
     PeerMemory,
@@ -46,6 +47,8 @@ class Row:
     sample_index: int | None
     """Absolute output index to draw after the last token; None for a chunk that is not the last."""
     init: SlotInit | None = None
+    lora_slot: int | None = None
+    """Where its adapter's weights are; None for the base model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +167,64 @@ class Notified:
 
 TransferEvent = PeerAdded | PeerFailed | WriteDone | WriteFailed | Notified
 
+# ---------------------------------------------------------------- adapters
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAdapter:
+    """Read an adapter into host memory and check it; ends with `AdapterRead` or `AdapterFailed`.
+
+    `adapter` is this node's number for it, never given twice; `digest` is empty where any content
+    will do. A slot that holds it is not touched.
+    """
+
+    adapter: int
+    path: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceAdapter:
+    """Copy an adapter from host memory into a slot that no batch uses until the answer,
+    `AdapterPlaced` or `AdapterFailed`."""
+
+    adapter: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropAdapter:
+    """Forget an adapter's weights in host memory. No answer."""
+
+    adapter: int
+
+
+AdapterCommand = ReadAdapter | PlaceAdapter | DropAdapter
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRead:
+    adapter: int
+    digest: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPlaced:
+    adapter: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFailed:
+    """What was asked last of this adapter could not be done; `error` is for people."""
+
+    adapter: int
+    error: str
+
+
+AdapterEvent = AdapterRead | AdapterPlaced | AdapterFailed
+
 # ---------------------------------------------------------------- messages
 
 
@@ -220,3 +281,6 @@ class StepPlan:
     batch: Batch | None
     transfers: tuple[TransferCommand, ...]
     messages: tuple[Outgoing, ...]
+    adapters: tuple[AdapterCommand, ...] = ()
+    answers: tuple[AdminDone, ...] = ()
+    """To verbs that took longer than the turn in which they came."""

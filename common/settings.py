@@ -27,6 +27,9 @@ class SchedulerSettings:
     drain_s: float = 30.0
     max_queued_requests: int = 4096
     weight_version: str = ""
+    max_loras_per_batch: int = 8
+    max_loaded_loras: int = 64
+    lora_drain_wait_s: float = 2.0
 
     @property
     def tombstone_s(self) -> float:

@@ -29,6 +29,7 @@ CAUSE_OF_FAILURE = {
     FailureKind.TRANSFER: ReplayCause.TRANSFER,
     FailureKind.EXPIRED: ReplayCause.EXPIRED,
     FailureKind.ENGINE: ReplayCause.ENGINE,
+    FailureKind.ADAPTER: ReplayCause.ADAPTER,
 }
 """The other kinds are the request's own fault and are never replayed."""
 

@@ -69,6 +69,8 @@ class ReplayCause(StrEnum):
     PEER_LOST = "peer_lost"
     EXPIRED = "expired"
     ENGINE = "engine"
+    ADAPTER = "adapter"
+    """A node did not hold the request's adapter."""
     REFUSED = "refused"
 
     @property

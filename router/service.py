@@ -23,6 +23,7 @@ from common.messages import (
     Hello,
     Incarnation,
     Introduction,
+    NodeAdapters,
     NodeState,
     Pause,
     PeerGone,
@@ -320,6 +321,8 @@ class RouterService:
                 self.dispatcher.dispatch(now)
             case Heartbeat():
                 self.dispatcher.on_heartbeat(source, now)
+            case NodeAdapters():
+                pass
             case Goodbye():
                 pass  # the registry has made a loss of it
 
