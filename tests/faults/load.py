@@ -25,6 +25,8 @@ class Work:
 
     prompt: list[int]
     answer: list[int]
+    adapter: str | None = None
+    """Name of the adapter that answers so; None for the base model."""
 
 
 def make_work(
@@ -33,12 +35,17 @@ def make_work(
     count: int,
     prompt_tokens: tuple[int, int],
     output_tokens: tuple[int, int],
+    adapter: str | None = None,
 ) -> list[Work]:
-    """Random prompts with lengths in these (inclusive) ranges, answered by transformers."""
+    """Random prompts with lengths in these (inclusive) ranges, answered by transformers.
+
+    `adapter`: the name under which the cluster knows the oracle's adapter.
+    """
     made = []
     for _ in range(count):
         prompt = random_prompt(chance, chance.randint(*prompt_tokens))
-        made.append(Work(prompt, oracle.answer(prompt, chance.randint(*output_tokens))))
+        answer = oracle.answer(prompt, chance.randint(*output_tokens))
+        made.append(Work(prompt, answer, adapter))
     return made
 
 
@@ -119,7 +126,8 @@ class Stream:
         )
         return (
             f"{self.end} after {len(self.tokens)} of {len(wanted)} tokens, right up to {same}, "
-            f"{len(self.work.prompt)} prompt tokens, {self.ends} ends {self.error}"
+            f"{len(self.work.prompt)} prompt tokens, adapter {self.work.adapter}, "
+            f"{self.ends} ends {self.error}"
         )
 
 
@@ -194,6 +202,8 @@ async def follow(session: aiohttp.ClientSession, stream: Stream, **sampling: Any
     }
     body: dict[str, Any] = {"input_ids": stream.work.prompt, "sampling_params": params | sampling}
     body |= {"stream": True, "rid": stream.rid}
+    if stream.work.adapter is not None:
+        body["lora_path"] = stream.work.adapter
     try:
         async with session.post(stream.url + "/generate", json=body) as response:
             if response.status != 200:

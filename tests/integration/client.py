@@ -35,9 +35,14 @@ class Client:
             text = await r.text()
             return r.status, json.loads(text) if text.startswith(("{", "[")) else text
 
-    async def tokens(self, prompt: list[int], count: int, **sampling: Any) -> list[int]:
-        """Exactly `count` greedy tokens, not streamed."""
-        status, answer = await self.post("/generate", self._body(prompt, count, sampling))
+    async def tokens(
+        self, prompt: list[int], count: int, adapter: str | None = None, **sampling: Any
+    ) -> list[int]:
+        """Exactly `count` greedy tokens, not streamed, of the base model or an adapter."""
+        body = self._body(prompt, count, sampling)
+        if adapter is not None:
+            body["lora_path"] = adapter
+        status, answer = await self.post("/generate", body)
         assert status == 200, answer
         ids: list[int] = answer["output_ids"]
         return ids

@@ -1,4 +1,5 @@
-"""What transformers answers greedily in float32: the truth that a cluster must tell too."""
+"""What transformers, and peft for adapters, answer greedily in float32: the truth that a cluster
+must tell too."""
 
 import random
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import VOCAB_SIZE
@@ -16,8 +18,11 @@ from tests.tiny_models import VOCAB_SIZE
 class Oracle:
     """Greedy continuations by transformers, end-of-sequence ids ignored."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, adapter: Path | None = None) -> None:
+        """`adapter`: a folder in PEFT's format that the model at `folder` wears."""
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        if adapter is not None:
+            self._model = PeftModel.from_pretrained(self._model, adapter)
         self._model.train(False)
         self._answer = cache(self._generate)
 
