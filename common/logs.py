@@ -46,6 +46,7 @@ def log_request_end(end: RequestEnd, role: DisaggregationMode, name: str) -> Non
         "room": end.room,
         "rid": end.rid,
         "attempt": end.attempt,
+        "adapter": end.adapter,
         "outcome": end.outcome,
         "prompt_tokens": end.prompt_tokens,
         "output_tokens": end.output_tokens,

@@ -5,13 +5,15 @@ nothing in between; only durations are observed one by one. All of it runs in th
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter as Tallied
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from common.label_budget import LabelBudget
 from common.messages import NodeState, NodeStats
 from common.modes import DisaggregationMode
 
@@ -35,6 +37,8 @@ class SnapshotCollector(Collector):
         self.stats = NodeStats()
         self.counters: Mapping[str, int] = {}
         self.step_age_s = 0.0
+        self.adapters: Collection[str] = ()
+        self._labels = LabelBudget()
 
     def collect(self) -> Iterator[Metric]:
         stats = self.stats
@@ -51,11 +55,28 @@ class SnapshotCollector(Collector):
         yield self._gauge("kv_pool_pages", "KV pages in the pool", stats.num_pages)
         yield self._gauge("queued_tokens", "Tokens waiting or held", stats.queued_tokens)
         yield self._gauge("step_age_seconds", "Since the engine's last turn", self.step_age_s)
+        yield from self._lora(stats)
         for name, value in sorted({**self.counters, **stats.counters}.items()):
             safe = _NOT_IN_NAMES.sub("_", name)
             family = CounterMetricFamily(f"pdserve_{safe}", f"Count of {safe}", labels=["role"])
             family.add_metric([self._role], value)
             yield family
+
+    def _lora(self, stats: NodeStats) -> Iterator[Metric]:
+        slots = {
+            "used": stats.lora_slots_used,
+            "free": stats.lora_slots - stats.lora_slots_used,
+        }
+        yield self._family("lora_slots", "Places of adapters in a batch", "state", slots)
+        yield self._gauge("loras_in_memory", "Adapters in host memory", stats.loras_in_memory)
+        yield self._gauge("loras_registered", "Adapters that can be asked for", len(self.adapters))
+        names = dict.fromkeys((*self.adapters, *stats.running_loras))
+        self._labels.keep(names)
+        running: Tallied[str] = Tallied()
+        for name in names:
+            running[self._labels.label(name)] += stats.running_loras.get(name, 0)
+        text = "Unfinished requests of an adapter; all but the first 32 are one"
+        yield self._family("lora_running_requests", text, "adapter", running)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"pdserve_{name}", text, labels=["role"])
@@ -105,11 +126,14 @@ class NodeMetrics:
         stats: NodeStats,
         counters: Mapping[str, int] | None = None,
         step_age_s: float = 0.0,
+        adapters: Collection[str] = (),
     ) -> None:
-        """Show this snapshot from now on. `counters` are shown beside `stats.counters`."""
+        """Show this snapshot from now on. `counters` are shown beside `stats.counters`; `adapters`
+        are the names of all that can be asked for."""
         self._snapshot.stats = stats
         self._snapshot.counters = counters or {}
         self._snapshot.step_age_s = step_age_s
+        self._snapshot.adapters = adapters
 
     def observe_stage(self, stage: str, seconds: float) -> None:
         """One sample of a stage: queue, bootstrap, prefill, transfer, first_token, ..."""

@@ -25,6 +25,8 @@ class RequestEnd:
     output_tokens: int
     stages: dict[str, float]
     """Stage name -> seconds since the request came to this node."""
+    adapter: str = ""
+    """Its name; empty for the base model."""
 
 
 @dataclass(slots=True)

@@ -9,23 +9,27 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from common.adapter_names import name_problem, path_problem
 from common.credentials import KeyRing
 from common.http_log import HTTPLog
 from common.messages import (
     AbortRequests,
+    AdapterInfo,
     AdminVerb,
     Continue,
     Drain,
     Fingerprint,
     FlushCache,
     Incarnation,
+    LoadAdapter,
     NodeStats,
     Pause,
+    UnloadAdapter,
 )
 from common.metrics import CONTENT_TYPE
 from common.modes import DisaggregationMode, PauseMode
 from common.node_io.admin import AdminDesk
-from common.node_io.settings import CannotBind
+from common.node_io.settings import CannotBind, IOSettings
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +44,16 @@ class PauseBody(msgspec.Struct):
 class AbortBody(msgspec.Struct):
     rid: str = ""
     abort_all: bool = False
+
+
+class LoadBody(msgspec.Struct):
+    lora_name: str
+    lora_path: str
+    pinned: bool = False
+
+
+class UnloadBody(msgspec.Struct):
+    lora_name: str
 
 
 class NoBody(msgspec.Struct):
@@ -63,6 +77,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     routers: dict[str, Incarnation | None]
     """Address -> the incarnation linked there."""
     peers: list[Incarnation]
+    adapters: list[AdapterInfo]
     step_age_s: float
     stats: NodeStats
     counters: dict[str, int]
@@ -153,17 +168,15 @@ class NodeHTTP:
         self,
         views: Views,
         desk: AdminDesk,
-        admin_timeout_s: float,
+        settings: IOSettings,
         on_garbage: Callable[[str], None],
-        keys: KeyRing,
     ) -> None:
-        """`on_garbage` hears of bytes that are not HTTP. `keys`: see `demand_node_key`."""
+        """`on_garbage` hears of bytes that are not HTTP."""
         self._views = views
         self._desk = desk
-        self._admin_timeout_s = admin_timeout_s
-        app = web.Application(
-            middlewares=[errors_as_json, demand_node_key(keys)], client_max_size=MAX_BODY_BYTES
-        )
+        self._settings = settings
+        middlewares = [errors_as_json, demand_node_key(settings.http_keys())]
+        app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
         app.router.add_get("/health", self._health)
         app.router.add_get("/health/live", self._live)
         app.router.add_get("/health/ready", self._ready)
@@ -174,6 +187,8 @@ class NodeHTTP:
         app.router.add_post("/flush_cache", self._flush)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/drain", self._drain)
+        app.router.add_post("/load_lora_adapter", self._load_adapter)
+        app.router.add_post("/unload_lora_adapter", self._unload_adapter)
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -237,14 +252,36 @@ class NodeHTTP:
         await parse(request, NoBody)
         return await self._carry_out(Drain())
 
-    async def _carry_out(self, verb: AdminVerb) -> web.Response:
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        """Answered once it can serve. It goes on when the client hangs up."""
+        body = await parse(request, LoadBody)
+        _check(name_problem(body.lora_name), "lora_name")
+        _check(path_problem(body.lora_path), "lora_path")
+        verb = LoadAdapter(name=body.lora_name, path=body.lora_path, pinned=body.pinned)
+        return await self._carry_out(verb, self._settings.adapter_timeout_s)
+
+    async def _unload_adapter(self, request: web.Request) -> web.Response:
+        """Answered once no request uses it any more."""
+        body = await parse(request, UnloadBody)
+        _check(name_problem(body.lora_name), "lora_name")
+        verb = UnloadAdapter(body.lora_name)
+        return await self._carry_out(verb, self._settings.adapter_timeout_s)
+
+    async def _carry_out(self, verb: AdminVerb, timeout_s: float | None = None) -> web.Response:
+        patience_s = self._settings.admin_timeout_s if timeout_s is None else timeout_s
         try:
-            done = await self._desk.carry_out(verb, self._admin_timeout_s)
+            done = await self._desk.carry_out(verb, patience_s)
         except TimeoutError:
-            return error_response(504, f"the engine did not answer in {self._admin_timeout_s:g} s")
+            return error_response(504, f"the engine did not answer in {patience_s:g} s")
         if not done.ok:
             return error_response(400, done.message or "refused")
-        return json_response({"success": True, "message": done.message})
+        answer: dict[str, object] = {"success": True, "message": done.message}
+        return json_response(answer | ({"digest": done.digest} if done.digest else {}))
+
+
+def _check(problem: str | None, param: str) -> None:
+    if problem is not None:
+        raise BadRequest(problem, param)
 
 
 def _status(problem: str | None) -> web.Response:

@@ -54,9 +54,8 @@ class IOLoop:
         self._http = NodeHTTP(
             views,
             self._desk,
-            settings.admin_timeout_s,
+            settings,
             lambda detail: self._tally.add("garbage_http", detail),
-            settings.http_keys(),
         )
         self._registration: Registration | None = None
         self._join: asyncio.Task[None] | None = None
@@ -177,7 +176,8 @@ class IOLoop:
     def _render_metrics(self) -> bytes:
         self._take_measured()
         age = self._snapshot.step_age_s()
-        self._metrics.update(self._snapshot.stats, self._tally.counts, age)
+        adapters = [adapter.name for adapter in self._snapshot.adapters]
+        self._metrics.update(self._snapshot.stats, self._tally.counts, age, adapters)
         return self._metrics.render()
 
     def _server_info(self) -> ServerInfo:
@@ -196,6 +196,7 @@ class IOLoop:
             side_channel=self.side_channel,
             routers=self._routers.linked(),
             peers=self._peers.linked(),
+            adapters=list(self._snapshot.adapters),
             step_age_s=self._snapshot.step_age_s(),
             stats=stats,
             counters=dict(self._tally.counts),

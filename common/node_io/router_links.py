@@ -13,6 +13,7 @@ from common.events import AdminDone, FromRouter, RouterLost
 from common.gatekeeper import dial_with, why_refused
 from common.messages import (
     Abort,
+    AdapterInfo,
     Admin,
     AdminReply,
     Envelope,
@@ -21,6 +22,7 @@ from common.messages import (
     Heartbeat,
     Hello,
     Incarnation,
+    NodeAdapters,
     PeerGone,
     Peers,
     Ping,
@@ -58,6 +60,8 @@ class RouterConnection:
         """Handshakes that failed since one succeeded."""
         self.open_at = 0.0
         """While there is no socket: when to open another."""
+        self.told: tuple[AdapterInfo, ...] | None = None
+        """The adapters that the linked router has heard of; None before it heard of any."""
 
 
 class RouterLinks:
@@ -90,11 +94,25 @@ class RouterLinks:
             await asyncio.sleep(self._settings.resolve_s)
 
     def send(self, router: Incarnation, body: ToRouter) -> None:
-        """To a linked router; dropped and counted if it is not, or not any more."""
+        """To a linked router; dropped and counted if it is not, or not any more.
+
+        Whatever is said, the router knows by then which adapters this node has: the answer to a
+        load follows the list that shows it.
+        """
         connection = self._linked.get(router)
         if connection is None:
             self._tally.add("messages_to_unlinked_routers", type(body).__name__)
-        elif not self._post(connection, router, connection.link.number(), body):
+            return
+        adapters = self._snapshot.adapters
+        if connection.told is not adapters:
+            if connection.told != adapters:
+                self._say(connection, router, NodeAdapters(list(adapters)))
+            connection.told = adapters
+        self._say(connection, router, body)
+
+    def _say(self, connection: RouterConnection, router: Incarnation, body: ToRouter) -> None:
+        """The next message; if it cannot leave, the gap in the numbers ends the link."""
+        if not self._post(connection, router, connection.link.number(), body):
             self._tally.add("dropped_router_messages", type(body).__name__)
 
     def tick(self) -> None:
@@ -245,6 +263,7 @@ class RouterLinks:
         if first is None or first is connection:
             log.info("joined router %s at %s", router, connection.endpoint)
             self._linked[router] = connection
+            connection.told = None
             self._beat(router)
             return
         log.warning("%s and %s are one router", first.endpoint, connection.endpoint)
@@ -254,7 +273,8 @@ class RouterLinks:
         self._greet(first, time.monotonic())
 
     def _answer(self, router: Incarnation, admin_id: int, done: AdminDone) -> None:
-        self.send(router, AdminReply(id=admin_id, ok=done.ok, message=done.message))
+        reply = AdminReply(id=admin_id, ok=done.ok, message=done.message, digest=done.digest)
+        self.send(router, reply)
 
     def _lose(self, router: Incarnation | None) -> None:
         """Report a loss to the engine, once; its other address, if any, may be tried again."""

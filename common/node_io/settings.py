@@ -36,6 +36,8 @@ class IOSettings:
     stuck_engine_s: float = 300.0
     admin_timeout_s: float = 60.0
     """Longest wait of an HTTP admin verb for the engine."""
+    adapter_timeout_s: float = 600.0
+    """The same for adapters: a load reads files, an unload waits for requests."""
     resolve_s: float = 30.0
     """Between two look-ups of a router's DNS name."""
 

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.messages import NodeStats
+from common.messages import AdapterInfo, NodeStats
 from common.stats import RequestEnd, StageSample
 
 BACKLOG = 10_000
@@ -27,13 +27,16 @@ class Snapshot:
 
     def __init__(self) -> None:
         self.stats = NodeStats()
+        self.adapters: tuple[AdapterInfo, ...] = ()
+        """All this node can serve; the same object until that changes."""
         self._measured: deque[Measured] = deque(maxlen=BACKLOG)
         self._turned_at = time.monotonic()
         self._resting = False
 
-    def post(self, stats: NodeStats, measured: Measured) -> None:
+    def post(self, stats: NodeStats, measured: Measured, adapters: tuple[AdapterInfo, ...]) -> None:
         """A turn has ended."""
         self.stats = stats
+        self.adapters = adapters
         if measured.samples or measured.transferred or measured.ends:
             self._measured.append(measured)
         self._turned_at = time.monotonic()

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from common.events import AdminDone, Event, Shutdown
-from common.messages import NodeStats
+from common.messages import AdapterInfo, NodeStats
 from common.node_io.addresses import Endpoint
 from common.node_io.inbox import Inbox
 from common.node_io.loop import IOLoop
@@ -115,6 +115,7 @@ class NodeIO:
         self,
         stats: NodeStats,
         *,
+        adapters: tuple[AdapterInfo, ...] = (),
         samples: Sequence[StageSample] = (),
         transferred: Sequence[tuple[int, float]] = (),
         ends: Sequence[RequestEnd] = (),
@@ -122,12 +123,14 @@ class NodeIO:
         """A turn has ended: the newest stats, and what was measured since the last call.
 
         Cheap: metrics and log lines are made by the I/O thread, at most a heartbeat later. A new
-        state, or a new link, goes to the routers at once.
-        `transferred` are (bytes, seconds) of finished writes.
+        state, a new link, or other adapters go to the routers at once, and before whatever is given
+        to `send` after this.
+        `adapters`: all this node can serve. `transferred`: (bytes, seconds) of finished writes.
         """
-        before = self._snapshot.stats
-        self._snapshot.post(stats, Measured(samples, transferred, ends))
-        if (stats.state, stats.linked_peers) != (before.state, before.linked_peers):
+        before, had = self._snapshot.stats, self._snapshot.adapters
+        self._snapshot.post(stats, Measured(samples, transferred, ends), adapters)
+        is_news = (stats.state, stats.linked_peers) != (before.state, before.linked_peers)
+        if is_news or adapters != had:
             self._call(self._io.beat_now)
 
     def _call(self, action: Callable[[], object]) -> None:

@@ -68,6 +68,34 @@ def test_a_queue_that_is_gone_is_not_shown_any_more(metrics: NodeMetrics) -> Non
     assert "pdserve_queued_requests{queue=waiting}" not in samples(metrics)
 
 
+def test_adapters_are_shown_by_name_as_long_as_they_are_few(metrics: NodeMetrics) -> None:
+    stats = NodeStats(lora_slots=8, lora_slots_used=3, loras_in_memory=5)
+    running = {"a": 2, "leaving": 1}
+    metrics.update(msgspec.structs.replace(stats, running_loras=running), adapters=["a", "b"])
+    got = samples(metrics)
+    expected = {
+        "pdserve_lora_slots{state=used}": 3,
+        "pdserve_lora_slots{state=free}": 5,
+        "pdserve_loras_in_memory{}": 5,
+        "pdserve_loras_registered{}": 2,
+        "pdserve_lora_running_requests{adapter=a}": 2,
+        "pdserve_lora_running_requests{adapter=b}": 0,
+        "pdserve_lora_running_requests{adapter=leaving}": 1,
+    }
+    assert {name: got[name] for name in expected} == expected
+
+
+def test_any_number_of_adapters_makes_few_time_series(metrics: NodeMetrics) -> None:
+    names = [f"n{number}" for number in range(500)]
+    metrics.update(NodeStats(running_loras=dict.fromkeys(names, 1)), adapters=names)
+    shown = {n: v for n, v in samples(metrics).items() if "lora_running_requests" in n}
+    assert len(shown) == 33
+    assert shown["pdserve_lora_running_requests{adapter=other}"] == 500 - 32
+    metrics.update(NodeStats(), adapters=["n400", "n3"])
+    shown = {n: v for n, v in samples(metrics).items() if "lora_running_requests" in n}
+    assert set(shown) == {f"pdserve_lora_running_requests{{adapter=n{n}}}" for n in (400, 3)}
+
+
 def test_stages_and_transfers_are_histograms(metrics: NodeMetrics) -> None:
     for seconds in (0.0005, 0.04, 1000.0):
         metrics.observe_stage("inter_token", seconds)
@@ -98,6 +126,7 @@ def test_a_requests_end_is_one_json_line(caplog: pytest.LogCaptureFixture) -> No
         prompt_tokens=3,
         output_tokens=2,
         stages={"queue": 0.12345678},
+        adapter="a",
     )
     with caplog.at_level(logging.INFO, logger=REQUESTS):
         log_request_end(end, DisaggregationMode.DECODE, "d1")
@@ -105,6 +134,7 @@ def test_a_requests_end_is_one_json_line(caplog: pytest.LogCaptureFixture) -> No
     assert "\n" not in line
     said = msgspec.json.decode(line)
     assert said["rid"] == 'a"\nb'
+    assert said["adapter"] == "a"
     assert said["stages"] == {"queue": 0.123457}
     assert (said["event"], said["role"], said["node"]) == ("request_end", "decode", "d1")
 

@@ -7,7 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,14 +15,17 @@ import pytest
 from common.events import AdminDone, AdminRequest
 from common.messages import (
     AbortRequests,
+    AdapterInfo,
     AdminVerb,
     Continue,
     Drain,
     FlushCache,
     Heartbeat,
+    LoadAdapter,
     NodeState,
     NodeStats,
     Pause,
+    UnloadAdapter,
 )
 from common.modes import PauseMode
 from common.stats import StageSample
@@ -61,7 +64,7 @@ def answering(engine: Engine, done: AdminDone) -> Iterator[list[AdminVerb]]:
     def answer() -> None:
         request = engine.get(AdminRequest)
         verbs.append(request.verb)
-        engine.io.send([AdminDone(request.ticket, done.ok, done.message)])
+        engine.io.send([replace(done, ticket=request.ticket)])
 
     thread = threading.Thread(target=answer)
     thread.start()
@@ -160,6 +163,62 @@ def test_admin_verbs_reach_the_engine_and_its_answer_the_client(
         assert verbs == [verb]
 
 
+LOAD = b'{"lora_name": "a", "lora_path": "/adapters/a"}'
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_load_waits_longer_than_other_verbs_and_tells_the_digest(pinned: bool) -> None:
+    body = LOAD.replace(b"}", b', "pinned": true}') if pinned else LOAD
+    done = AdminDone(0, True, "loaded", digest="d")
+    with (
+        prefill(admin_timeout_s=0.0) as engine,
+        answering(engine, done) as verbs,
+    ):
+        answer = ask(engine.io.url + "/load_lora_adapter", body)
+    assert answer.status == 200
+    assert answer.json == {"success": True, "message": "loaded", "digest": "d"}
+    assert verbs == [LoadAdapter(name="a", path="/adapters/a", pinned=pinned)]
+
+
+def test_an_unload_names_the_adapter() -> None:
+    with prefill() as engine, answering(engine, AdminDone(0, False, "never loaded")) as verbs:
+        answer = ask(engine.io.url + "/unload_lora_adapter", b'{"lora_name": "a"}')
+    assert (answer.status, answer.json["error"]["message"]) == (400, "never loaded")
+    assert verbs == [UnloadAdapter("a")]
+
+
+def test_an_adapter_that_takes_too_long_is_a_504() -> None:
+    with prefill(adapter_timeout_s=0.05) as engine:
+        answer = ask(engine.io.url + "/load_lora_adapter", LOAD)
+        assert answer.status == 504
+        assert "0.05 s" in answer.json["error"]["message"]
+
+
+def test_a_client_that_hangs_up_does_not_stop_its_load() -> None:
+    with prefill() as engine:
+        host, port = engine.io.url.removeprefix("http://").split(":")
+        head = f"POST /load_lora_adapter HTTP/1.1\r\nHost: x\r\nContent-Length: {len(LOAD)}\r\n\r\n"
+        with socket.create_connection((host, int(port)), timeout=5) as raw:
+            raw.sendall(head.encode() + LOAD)
+            request = engine.get(AdminRequest)
+        engine.io.send([AdminDone(request.ticket, True, "loaded", digest="d")])
+        assert ask(engine.io.url + "/health/live").status == 200
+        assert engine.quiet(0) == [], "nothing took it back"
+
+
+def test_server_info_and_metrics_show_the_adapters() -> None:
+    adapter = AdapterInfo(name="a", digest="d", path="/adapters/a", rank=8, pinned=True)
+    with prefill() as engine:
+        engine.io.publish(NodeStats(running_loras={"a": 2}), adapters=(adapter,))
+        info = ask(engine.io.url + "/server_info").json
+        assert info["adapters"] == [
+            {"name": "a", "digest": "d", "path": "/adapters/a", "rank": 8, "pinned": True}
+        ]
+        shown = ask(engine.io.url + "/metrics").text
+        assert 'pdserve_lora_running_requests{adapter="a",role="prefill"} 2.0' in shown
+        assert 'pdserve_loras_registered{role="prefill"} 1.0' in shown
+
+
 def test_what_the_engine_refuses_is_a_400() -> None:
     with prefill() as engine, answering(engine, AdminDone(0, False, "pages are held")):
         answer = ask(engine.io.url + "/flush_cache", b"")
@@ -188,6 +247,23 @@ def test_an_engine_that_does_not_answer_is_a_504_and_a_late_answer_is_no_harm() 
         ("/abort_request", b"{}", 400, "rid"),
         ("/abort_request", b'{"rid": 5}', 400, "rid"),
         ("/abort_request", b'{"rid": "a", "abort_all": true}', 400, "rid"),
+        ("/load_lora_adapter", b"", 400, None),
+        ("/load_lora_adapter", b"[]", 400, None),
+        ("/load_lora_adapter", b'{"lora_name": "a", "lora_path": 3}', 400, "lora_path"),
+        ("/load_lora_adapter", b'{"lora_name": "a", "lora_path": ""}', 400, "lora_path"),
+        ("/load_lora_adapter", b'{"lora_name": "a", "lora_path": "/\\u0000"}', 400, "lora_path"),
+        ("/load_lora_adapter", b'{"lora_name": "a:b", "lora_path": "/a"}', 400, "lora_name"),
+        (
+            "/load_lora_adapter",
+            b'{"lora_name": "a", "lora_path": "/a", "pinned": "yes"}',
+            400,
+            "pinned",
+        ),
+        ("/load_lora_adapter", b" " * 100_000, 413, None),
+        ("/load_lora_adapter", None, 405, None),
+        ("/unload_lora_adapter", b"{}", 400, None),
+        ("/unload_lora_adapter", b'{"lora_name": ""}', 400, "lora_name"),
+        ("/unload_lora_adapter", b'{"lora_name": "a\\nb"}', 400, "lora_name"),
         ("/flush_cache", b"[" * 50_000, 400, None),
         ("/flush_cache", b" " * 100_000, 413, None),
         ("/nothing", None, 404, None),
