@@ -37,7 +37,10 @@ LOOPBACK = "127.0.0.1"
 POLL_S = 0.1
 ANSWER_TOKENS = 64
 
-_SHARED = ("dtype", "max_model_len", "page_size", "num_pages", "max_running_requests", "chunk_size")
+_SHARED = (
+    "dtype", "max_model_len", "page_size", "num_pages", "max_running_requests", "chunk_size",
+    "max_loras_per_batch", "max_loaded_loras", "max_lora_rank", "lora_drain_wait_s",
+)  # fmt: skip
 """Fields of the cluster that every node gets as they are."""
 
 
@@ -67,9 +70,11 @@ def plan_cluster(
     node_port = _bindable_port(LOOPBACK, 0)
     name = config.served_model_name or Path(config.model).name
     common = ["--model", str(model), "--served-model-name", name, "--drain-s", str(config.drain_s)]
+    adapters = [part for adapter in config.lora for part in ("--lora", adapter)]
     router = [
         *common, "--host", config.host, "--port", str(port), "--node-host", LOOPBACK,
-        "--node-port", str(node_port), *_access_flags(config), *shlex.split(config.router_args),
+        "--node-port", str(node_port), *_access_flags(config), *adapters,
+        *shlex.split(config.router_args),
     ]  # fmt: skip
     children = [_child("router", "router", RouterConfig, router, secret)]
     settings = parse_flags(RouterConfig, "router", router)

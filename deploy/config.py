@@ -32,6 +32,18 @@ class ClusterConfig:
     """Requests computing at the same time on a node."""
     chunk_size: int = 512
     """Prefill tokens a step, shared by the requests in it."""
+    lora: tuple[str, ...] = ()
+    """LoRA adapters to load at start, name=path; repeatable. A path is a local folder or a Hugging
+    Face id."""
+    max_loras_per_batch: int = 8
+    """Adapters that may compute together on a node; the base model needs none of these slots."""
+    max_loaded_loras: int = 64
+    """Adapters whose weights a node keeps in host memory; of more, those least recently used are
+    read again when they are wanted."""
+    max_lora_rank: int = 256
+    """Largest rank of an adapter."""
+    lora_drain_wait_s: float = 2.0
+    """A request that has waited so long for a slot for its adapter has one emptied for it."""
     host: str = "127.0.0.1"
     """Address of the HTTP endpoint; the nodes stay on the loopback."""
     port: int = 8000

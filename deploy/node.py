@@ -284,6 +284,9 @@ def _scheduler_settings(
         max_queued_requests=config.max_queued_requests,
         unproven_s=config.unproven_s,
         stopped_peer_s=config.stopped_peer_s,
+        max_loras_per_batch=config.max_loras_per_batch,
+        max_loaded_loras=config.max_loaded_loras,
+        lora_drain_wait_s=config.lora_drain_wait_s,
     )
 
 
