@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from common.messages import Admin, AdminReply, AdminVerb, Incarnation
 from router.effects import Send
-from router.nodes import Node
+from router.node import Node
 
 
 @dataclass(frozen=True, slots=True)

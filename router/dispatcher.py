@@ -32,7 +32,8 @@ from router.effects import Effects, Send
 from router.errors import ApiError, invalid, timed_out, unavailable
 from router.intake import Intake
 from router.limits import Limits
-from router.nodes import Loss, NodeRegistry
+from router.node import Loss
+from router.nodes import NodeRegistry
 from router.policies import Choose, Pair
 from router.protocol.terms import DEFAULT_TERMS, Terms, deadline
 from router.replay import CAUSE_OF_FAILURE, CAUSE_OF_LOSS, GiveUp, blamed_for, judge

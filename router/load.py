@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.messages import Incarnation, Room
-from router.nodes import Node
+from router.node import Node
 from router.policies import Candidate
 from router.requests import Attempt, Job
 

@@ -17,8 +17,7 @@ rooms it holds for this router and say Hello.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 
 from common.messages import (
     WIRE_VERSION,
@@ -33,7 +32,6 @@ from common.messages import (
     Incarnation,
     Introduction,
     NodeState,
-    NodeStats,
     PeerNode,
     Peers,
     Ping,
@@ -43,78 +41,10 @@ from common.messages import (
     Welcome,
 )
 from common.modes import DisaggregationMode
+from router.node import Loss, Node
 
 REMEMBERED_NODES = 1024
 """Given-up incarnations that are told to reset when they come back."""
-
-
-class Loss(StrEnum):
-    """Why the attempts on a node are over."""
-
-    SILENT = "silent"
-    UNREACHABLE = "unreachable"
-    REPLACED = "replaced"
-    """Another process has taken its name, and it did not object."""
-    LEFT = "left"
-    """It said goodbye."""
-    RELINKED = "relinked"
-    """It said Hello again: it holds nothing of ours any more."""
-    GAP = "gap"
-    """Messages on the way here were lost."""
-
-
-@dataclass(slots=True)
-class Node:
-    """One linked incarnation."""
-
-    incarnation: Incarnation
-    hello: Hello
-    routing_id: bytes
-    heard_at: float
-    stats: NodeStats = field(default_factory=NodeStats)
-    step_age_s: float = 0.0
-    state: NodeState = NodeState.READY
-    linked: bool = True
-    pausing: int = 0
-    """Pauses on their way to it."""
-    told: tuple[PeerNode, ...] = ()
-    """Decode: the prefill nodes it was last told of."""
-    next_from: int = 2
-    sent: int = 0
-
-    @property
-    def role(self) -> DisaggregationMode:
-        return self.hello.role
-
-    @property
-    def takes_work(self) -> bool:
-        return self.linked and self.state is NodeState.READY and not self.pausing
-
-    @property
-    def stays(self) -> bool:
-        """Whether it works, or will again after a pause."""
-        return self.linked and self.state is not NodeState.DRAINING
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens that the node's whole page pool holds."""
-        return self.hello.num_pages * self.hello.fingerprint.page_size
-
-    @property
-    def usable_tokens(self) -> int:
-        """Tokens that its pages hold which are not in quarantine."""
-        pages = self.hello.num_pages - self.stats.quarantined_pages
-        return pages * self.hello.fingerprint.page_size
-
-    def note_state(self, state: NodeState) -> None:
-        """Who drains never works again: an older word that is still on its way changes nothing."""
-        if self.state is not NodeState.DRAINING:
-            self.state = state
-
-    def number(self) -> int:
-        """The next message's number on the way down."""
-        self.sent += 1
-        return self.sent
 
 
 @dataclass(frozen=True, slots=True)

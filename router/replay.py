@@ -11,7 +11,7 @@ from random import Random
 
 from common.messages import FailureKind, Incarnation
 from router.errors import ApiError, internal, too_busy
-from router.nodes import Loss
+from router.node import Loss
 from router.requests import Attempt, Job, ReplayBound, ReplayCause
 
 CAUSE_OF_LOSS = {

@@ -15,7 +15,7 @@ from router.admin import NodeAnswer
 from router.errors import invalid, not_found
 from router.http import json_response, read_body
 from router.metrics import CONTENT_TYPE, RouterMetrics, counter_family, gauge_family
-from router.nodes import Node
+from router.node import Node
 from router.prepare import Preparer
 from router.protocol.body import decode_body
 from router.protocol.requests import AbortRequest, NodeRequest, PauseRequest

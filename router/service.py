@@ -43,7 +43,8 @@ from router.effects import Send
 from router.errors import ApiError, unavailable
 from router.link import NodeLink
 from router.metrics import RouterMetrics
-from router.nodes import Loss, Node, NodeRegistry
+from router.node import Loss, Node
+from router.nodes import NodeRegistry
 from router.protocol.terms import Terms
 from router.request_log import log_end
 from router.requests import Job, Listener, NewTokens

@@ -29,7 +29,8 @@ from common.modes import DisaggregationMode
 from router.admission import Demand
 from router.dispatcher import Dispatcher
 from router.limits import Limits
-from router.nodes import Loss, NodeRegistry
+from router.node import Loss
+from router.nodes import NodeRegistry
 from router.policies import round_robin
 from router.protocol.terms import DEFAULT_TERMS, Terms
 from router.requests import Attempt, Job, JobAborted, JobFailed, NewTokens, Output

@@ -5,7 +5,7 @@ import pytest
 from common.messages import Failed, FailureKind, NodeState, StopReason
 from common.modes import PauseMode
 from router.errors import unavailable
-from router.nodes import Loss
+from router.node import Loss
 from router.replay import ReplayLimits
 from router.requests import EDGES, IllegalTransition, JobState
 from tests.unit.router.desk import Desk, attempt, ear, room

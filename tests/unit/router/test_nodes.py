@@ -18,7 +18,8 @@ from common.messages import (
 )
 from common.modes import DisaggregationMode
 from router.link import decode
-from router.nodes import Loss, Node, NodeRegistry, Received
+from router.node import Loss, Node
+from router.nodes import NodeRegistry, Received
 from tests.unit.router.desk import FINGERPRINT, ME, hello
 
 PREFILL, DECODE = DisaggregationMode.PREFILL, DisaggregationMode.DECODE

@@ -6,7 +6,7 @@ from common.messages import FailureKind, StopReason
 from common.modes import PauseMode
 from router.errors import ApiError
 from router.load import LOOK_AHEAD_REQUESTS, decode_slots
-from router.nodes import Loss
+from router.node import Loss
 from router.policies import Full, Pair
 from router.protocol.requests import CompletionRequest, GenerateRequest
 from router.protocol.terms import MAX_PRIORITY, Terms

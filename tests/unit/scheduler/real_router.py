@@ -26,7 +26,8 @@ from common.messages import (
 from common.modes import DisaggregationMode
 from router.dispatcher import Dispatcher
 from router.limits import Limits
-from router.nodes import Loss, NodeRegistry
+from router.node import Loss
+from router.nodes import NodeRegistry
 from router.policies import random_choice
 from router.replay import ReplayLimits
 from router.requests import Job, JobAborted, JobFailed, NewTokens, Output
