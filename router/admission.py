@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.messages import SamplingParams
 from router.errors import ApiError, too_busy
+from router.prepared import ChoiceSpec
 from router.rates import RateMeter
 from router.requests import held_tokens
 
@@ -58,12 +58,12 @@ class Demand:
     kv_tokens: int = 0
 
     @classmethod
-    def of(cls, choices: Sequence[tuple[list[int], SamplingParams]]) -> "Demand":
-        """Of prompts and how each is to be continued."""
+    def of(cls, choices: Sequence[ChoiceSpec]) -> "Demand":
+        """Of all choices of a request."""
         return cls(
             choices=len(choices),
-            prompt_tokens=sum(len(prompt) for prompt, _ in choices),
-            kv_tokens=sum(held_tokens(len(prompt), s.max_tokens) for prompt, s in choices),
+            prompt_tokens=sum(len(choice.prompt_ids) for choice in choices),
+            kv_tokens=sum(held_tokens(len(c.prompt_ids), c.sampling.max_tokens) for c in choices),
         )
 
 

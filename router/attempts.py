@@ -78,6 +78,7 @@ def generate_pair(
         sampling=job.sampling,
         age_s=now - job.times.accepted,
         priority=job.priority,
+        adapter=job.adapter,
     )
     for_decode = msgspec.structs.replace(
         for_prefill, prefill_address=prefill_address, prefill_incarnation=attempt.prefill

@@ -18,6 +18,7 @@ from random import Random
 
 from common.messages import (
     Abort,
+    Adapter,
     Failed,
     FailureKind,
     Incarnation,
@@ -31,6 +32,7 @@ from router.attempts import AttemptTable, Gap, generate_pair, news_of, outlived
 from router.effects import Effects, Send
 from router.errors import ApiError, invalid, timed_out, unavailable
 from router.intake import Intake
+from router.jobs import JobTable
 from router.limits import Limits
 from router.node import Loss
 from router.nodes import NodeRegistry
@@ -46,7 +48,6 @@ from router.requests import (
     Listener,
     NewTokens,
     ReplayCause,
-    Timeline,
 )
 from router.stranded import StrandedWatch
 
@@ -72,9 +73,8 @@ class Dispatcher:
             registry, limits.admission, choose_prefill=choose_prefill, choose_decode=choose_decode
         )
         self._waiting, self._load = self.intake.waiting, self.intake.load
-        self._jobs: dict[str, Job] = {}
+        self.jobs = JobTable(random)
         self._attempts = AttemptTable(random)
-        self._accepted = 0
         self._stranded = StrandedWatch(registry, limits.node_wait_s)
         self._freed = False
         """Whether nodes may have room since the queue was last served."""
@@ -88,13 +88,10 @@ class Dispatcher:
 
     def __len__(self) -> int:
         """Unfinished jobs."""
-        return len(self._jobs)
-
-    def count(self, state: JobState) -> int:
-        return sum(1 for job in self._jobs.values() if job.state is state)
+        return len(self.jobs)
 
     def unfinished(self) -> tuple[Job, ...]:
-        return tuple(self._jobs.values())
+        return tuple(self.jobs)
 
     def check_room_for(self, demand: Demand, priority: int, now: float) -> None:
         """Refuse a request where there is too much work, or where no node could ever take it.
@@ -102,11 +99,11 @@ class Dispatcher:
         Raises:
             ApiError: 429 or 503.
         """
-        self.intake.check_room_for(demand, priority, len(self._jobs), now)
+        self.intake.check_room_for(demand, priority, len(self.jobs), now)
 
     def backlog(self) -> Backlog:
         """What a new request of priority 0 would meet."""
-        return self.intake.backlog(0, len(self._jobs))
+        return self.intake.backlog(0, len(self.jobs))
 
     def submit(
         self,
@@ -119,27 +116,23 @@ class Dispatcher:
         *,
         terms: Terms = DEFAULT_TERMS,
         arrived: float | None = None,
+        adapter: Adapter | None = None,
     ) -> Job:
         """Accept one choice; `check_room_for` was asked before. It may be dispatched at once.
 
         `arrived`: when its HTTP request came, if that was not now.
         """
-        rid = public_rid + suffix
-        while rid in self._jobs:  # a client may use a name twice; nodes must not see it twice
-            rid = f"{public_rid}{suffix}~{self._random.getrandbits(32):08x}"
-        self._accepted += 1
-        job = Job(
-            rid=rid,
-            public_rid=public_rid,
-            rank=self._accepted,
-            prompt_ids=prompt_ids,
-            sampling=sampling,
-            listener=listener,
+        job = self.jobs.accept(
+            public_rid,
+            suffix,
+            prompt_ids,
+            sampling,
+            listener,
+            now=now,
             deadline=deadline(arrived or now, terms, self._limits.request_timeout_s),
-            times=Timeline(now),
             priority=terms.priority,
+            adapter=adapter,
         )
-        self._jobs[rid] = job
         self._waiting.put(job)
         if job.deadline <= now:
             self._fail(job, timed_out(TOO_LONG), now)
@@ -283,11 +276,11 @@ class Dispatcher:
     def tick(self, now: float) -> None:
         """Act on what has become due. Call a few times a second."""
         self._waiting.wake(now)
-        for job in [job for job in self._jobs.values() if job.deadline <= now]:
+        for job in self.jobs.due(now):
             self._abort_attempt(job)
             self._fail(job, timed_out(TOO_LONG), now)
         self.dispatch(now)
-        for job in self._stranded.overdue(self._jobs.values(), now, idle=not self._waiting):
+        for job in self._stranded.overdue(self.jobs, now, idle=not self._waiting):
             why = self._registry.missing() or "no node that is left can hold the request"
             before = f"; before that: {job.last_fault}" if job.last_fault else ""
             self._fail(job, unavailable(why + before), now)
@@ -380,7 +373,7 @@ class Dispatcher:
         job.outcome = outcome
         job.times.ended = now
         self._waiting.sweep()
-        del self._jobs[job.rid]
+        self.jobs.remove(job)
         self._effects.ended.append(job)
 
     # ------------------------------------------------------------ small things

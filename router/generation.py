@@ -12,7 +12,7 @@ from typing import Self
 
 from router.arrivals import Arrival
 from router.detokenizer import Decoder
-from router.prepare import Prepared
+from router.prepared import Prepared
 from router.protocol.terms import Terms
 from router.requests import Job, JobAborted, JobFailed, NewTokens, Output
 from router.service import RouterService
@@ -119,7 +119,7 @@ class Generation:
 
     def __enter__(self) -> Self:
         listeners = [_ChoiceListener(self._mailbox, i) for i in range(len(self._texts))]
-        choices = [(choice.prompt_ids, choice.sampling) for choice in self.prepared.choices]
+        choices = self.prepared.choices
         self._jobs = self._service.submit(self._arrival, self._terms, choices, listeners)
         return self
 

@@ -12,7 +12,8 @@ from router.errors import ApiError, invalid
 from router.generation import Generation
 from router.http import HttpLimits, json_response, read_body, request_id
 from router.metrics import RouterMetrics
-from router.prepare import Prepared, Preparer
+from router.prepare import Preparer
+from router.prepared import Prepared
 from router.protocol.body import decode_body
 from router.protocol.requests import (
     ChatRequest,

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from common.messages import SamplingParams
 from router.chat_template import ChatTemplateError
 from router.config import RouterConfig
 from router.errors import invalid, not_found
 from router.nodes import NodeRegistry
+from router.prepared import ChoiceSpec, Prepared
 from router.protocol.knobs import Bounds, Knobs, check, sampling_params, stops
 from router.protocol.requests import (
     ChatMessage,
@@ -31,34 +31,6 @@ COMPLETION_MAX_TOKENS = 16
 """OpenAI's default."""
 SGLANG_MAX_TOKENS = 128
 """SGLang's default."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceSpec:
-    """One choice to be dispatched."""
-
-    prompt_ids: list[int]
-    sampling: SamplingParams
-    text: TextOptions
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A checked request. Choices of one prompt are neighbours."""
-
-    choices: tuple[ChoiceSpec, ...]
-    num_prompts: int
-    prompt_texts: tuple[str, ...] = ()
-    """Of each prompt, where it is to be echoed."""
-
-    @property
-    def n(self) -> int:
-        return len(self.choices) // self.num_prompts
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Of all prompts, each counted once."""
-        return sum(len(choice.prompt_ids) for choice in self.choices[:: self.n])
 
 
 @dataclass(frozen=True, slots=True)

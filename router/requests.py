@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from typing import Protocol
 
-from common.messages import Incarnation, Room, SamplingParams, StopReason, TokenLogprob
+from common.messages import Adapter, Incarnation, Room, SamplingParams, StopReason, TokenLogprob
 from router.errors import ApiError
 
 HEADROOM_TOKENS = 128
@@ -187,6 +187,8 @@ class Job:
     times: Timeline
     priority: int = 0
     """Lower values come first."""
+    adapter: Adapter | None = None
+    """What was asked for, content and all, from acceptance to the end; None: the base model."""
     state: JobState = JobState.QUEUED
     output_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0

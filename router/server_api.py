@@ -89,7 +89,7 @@ class ServerApi:
                 "paused": paused.value if paused is not None else None,
                 "unready": self._service.unready(),
                 "max_model_len": self._preparer.max_model_len,
-                "requests": {state.value: dispatcher.count(state) for state in _UNFINISHED},
+                "requests": {state.value: dispatcher.jobs.count(state) for state in _UNFINISHED},
                 "mismatches": registry.mismatches(),
                 "nodes": [_node_info(node) for node in registry.all()],
             }
@@ -218,7 +218,7 @@ class _ServiceCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         dispatcher, registry = self._service.dispatcher, self._service.registry
-        states = [([state.value], float(dispatcher.count(state))) for state in _UNFINISHED]
+        states = [([state.value], float(dispatcher.jobs.count(state))) for state in _UNFINISHED]
         yield gauge_family("unfinished", "Unfinished choices.", ["state"], states)
         paused = float(dispatcher.paused is not None)
         yield gauge_family("paused", "Whether the cluster is paused.", [], [([], paused)])

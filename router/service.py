@@ -14,8 +14,6 @@ from common.messages import (
     Aborted,
     AdminReply,
     AdminVerb,
-    Continue,
-    Drain,
     Failed,
     FromNode,
     Goodbye,
@@ -24,13 +22,11 @@ from common.messages import (
     Incarnation,
     Introduction,
     NodeAdapters,
-    NodeState,
     Pause,
     PeerGone,
     Ping,
     Refused,
     Retracted,
-    SamplingParams,
     Tokens,
     ToRouter,
 )
@@ -45,6 +41,7 @@ from router.link import NodeLink
 from router.metrics import RouterMetrics
 from router.node import Loss, Node
 from router.nodes import NodeRegistry
+from router.prepared import ChoiceSpec
 from router.protocol.terms import Terms
 from router.request_log import log_end
 from router.requests import Job, Listener, NewTokens
@@ -76,7 +73,7 @@ class RouterService:
         self._tally = Tally(log)
         self.counters = self._tally.counts
         self.arrivals = Arrivals(clock)
-        self._desk = AdminDesk()
+        self._desk = AdminDesk(self._send_all)
         self._link = NodeLink(self._on_message, self._tally, keys)
         self._heartbeat_s = heartbeat_s
         self._admin_timeout_s = admin_timeout_s
@@ -156,7 +153,7 @@ class RouterService:
         self,
         arrival: Arrival,
         terms: Terms,
-        choices: Sequence[tuple[list[int], SamplingParams]],
+        choices: Sequence[ChoiceSpec],
         listeners: Sequence[Listener],
     ) -> list[Job]:
         """Accept all choices of a request, or none.
@@ -173,9 +170,17 @@ class RouterService:
         names = [f"-{i}" for i in range(len(choices))] if len(choices) > 1 else [""]
         jobs = [
             self.dispatcher.submit(
-                arrival.rid, name, prompt, sampling, ear, now, terms=terms, arrived=arrival.at
+                arrival.rid,
+                name,
+                choice.prompt_ids,
+                choice.sampling,
+                ear,
+                now,
+                terms=terms,
+                arrived=arrival.at,
+                adapter=choice.adapter,
             )
-            for name, (prompt, sampling), ear in zip(names, choices, listeners, strict=True)
+            for name, choice, ear in zip(names, choices, listeners, strict=True)
         ]
         if arrival.aborted:
             self.dispatcher.abort(jobs, now, ON_DEMAND)
@@ -245,21 +250,7 @@ class RouterService:
 
     async def administer(self, nodes: Sequence[Node], verb: AdminVerb) -> list[NodeAnswer]:
         """Have nodes carry out a verb; waits for each answer, with a bound."""
-        round_id, sends = self._desk.begin(nodes, verb)
-        now = self._clock()
-        pausing = isinstance(verb, Pause)
-        for node in nodes:  # what it gives back must not be given to it again before it replies
-            node.pausing += pausing
-            if isinstance(verb, Drain):
-                node.note_state(NodeState.DRAINING)
-        for send in sends:
-            self._send(send, now)
-        self._settle(now)
-        try:
-            return await self._desk.finish(round_id, self._admin_timeout_s)
-        finally:
-            for node in nodes:
-                node.pausing -= pausing
+        return await self._desk.carry_out(nodes, verb, self._admin_timeout_s)
 
     # ------------------------------------------------------------ what nodes say
 
@@ -315,7 +306,7 @@ class RouterService:
             case Aborted(room):
                 self.dispatcher.on_aborted(source, room, now)
             case AdminReply():
-                self._on_admin_reply(source, body)
+                self._desk.on_reply(source, body)
             case Hello():
                 self._log_join(source, body)
                 self._announce(now)
@@ -326,20 +317,6 @@ class RouterService:
                 pass
             case Goodbye():
                 pass  # the registry has made a loss of it
-
-    def _on_admin_reply(self, source: Incarnation, reply: AdminReply) -> None:
-        """A node's state is known with its reply, half a second before its heartbeat."""
-        verb = self._desk.on_reply(source, reply)
-        node = self.registry.get(source)
-        if node is None or verb is None:
-            return
-        match verb:
-            case Pause():
-                node.note_state(NodeState.PAUSED)
-            case Continue():
-                node.note_state(NodeState.READY)
-            case _:
-                pass
 
     def _log_join(self, source: Incarnation, hello: Hello) -> None:
         log.info("%s node %s joined (%s, %s)", hello.role, hello.name, source, hello.url)
@@ -386,6 +363,12 @@ class RouterService:
                 log_end(job)
         if self._closing is not None and not len(self.dispatcher):
             self._emptied.set()
+
+    def _send_all(self, sends: Sequence[Send]) -> None:
+        now = self._clock()
+        for send in sends:
+            self._send(send, now)
+        self._settle(now)
 
     def _send(self, send: Send, now: float) -> None:
         node = self.registry.get(send.node)

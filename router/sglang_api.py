@@ -11,7 +11,8 @@ from router.errors import ApiError, invalid, unavailable
 from router.generation import ChoiceResult, Generation
 from router.http import HttpLimits, json_response, read_body, request_id
 from router.metrics import RouterMetrics
-from router.prepare import Prepared, Preparer
+from router.prepare import Preparer
+from router.prepared import Prepared
 from router.protocol.body import decode_body
 from router.protocol.requests import GenerateRequest, SglangSampling
 from router.protocol.sglang import GenerateBodies

@@ -17,9 +17,11 @@ from router.admission import (
     Refusal,
 )
 from router.errors import ApiError
+from router.prepared import ChoiceSpec
 from router.protocol.terms import Terms
 from router.rates import RateMeter
 from router.requests import HEADROOM_TOKENS, Job, JobState
+from router.text_stream import TextOptions
 from tests.unit.router.desk import Desk, attempt, ear, room
 
 
@@ -187,7 +189,8 @@ def test_those_refused_are_given_turns_at_the_pace_of_the_ends() -> None:
 
 def test_a_batch_asks_for_all_its_choices() -> None:
     few, many = SamplingParams(max_tokens=4, seed=1), SamplingParams(max_tokens=4000, seed=1)
-    demand = Demand.of([([1, 2], few), ([1, 2, 3], many)])
+    text = TextOptions()
+    demand = Demand.of([ChoiceSpec([1, 2], few, text), ChoiceSpec([1, 2, 3], many, text)])
     assert demand == Demand(choices=2, prompt_tokens=5, kv_tokens=6 + 3 + HEADROOM_TOKENS)
 
 

@@ -14,7 +14,8 @@ from common.modes import DisaggregationMode
 from router.config import RouterConfig
 from router.errors import ApiError
 from router.nodes import NodeRegistry
-from router.prepare import Prepared, Preparer
+from router.prepare import Preparer
+from router.prepared import Prepared
 from router.protocol.body import decode_body
 from router.protocol.requests import ChatRequest, CompletionRequest, GenerateRequest
 from router.tokens import TextCodec, load_codec, load_model_info
