@@ -1,9 +1,11 @@
-"""What can be wrong with a model that a node was asked to serve. All of it ends the start-up.
+"""What can be wrong with a model or an adapter that a node was asked to serve.
 
-ModelError
+ModelError                 ends the start-up
 ├── ModelNotFoundError     no such folder, and nothing on the hub under that name
 ├── UnsupportedModelError  readable, but not something this engine computes
 └── WeightsError           the weight files do not fit the config
+
+AdapterError               ends one attempt to load one adapter
 """
 
 
@@ -21,3 +23,8 @@ class UnsupportedModelError(ModelError):
 
 class WeightsError(ModelError):
     """A weight is missing, unexpected or has another shape than the config says."""
+
+
+class AdapterError(Exception):
+    """An adapter is not there, damaged, or ("incompatible: ...") not one that this model can serve
+    with; the message is for the person who named it."""

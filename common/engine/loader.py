@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 DtypeName = Literal["auto", "float32", "bfloat16"]
 
 _INDEX = "model.safetensors.index.json"
-_WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _PROGRESS_EVERY_S = 1.0
 
 log = logging.getLogger(__name__)
@@ -49,23 +49,23 @@ class LoadedModel:
         return str(self.dtype).removeprefix("torch.")
 
 
-def resolve(model: str) -> Path:
-    """A local folder as it is, or a Hugging Face id downloaded (with its progress on stderr).
+def resolve(name: str, files: Sequence[str] = _MODEL_FILES, what: str = "model") -> Path:
+    """A local folder as it is, or the `files` of a Hugging Face id (with progress on stderr).
 
-    Raises `ModelNotFoundError`.
+    Raises `ModelNotFoundError`, which calls it a `what`.
     """
-    folder = Path(model).expanduser()
+    folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    if folder.is_absolute() or model.startswith((".", "~")):
-        raise ModelNotFoundError(f"there is no model folder {model}")
+    if folder.is_absolute() or name.startswith((".", "~")):
+        raise ModelNotFoundError(f"there is no {what} folder {name}")
     try:
-        return Path(snapshot_download(model, allow_patterns=_WANTED_FILES))
+        return Path(snapshot_download(name, allow_patterns=list(files)))
     except HFValidationError as error:
-        raise ModelNotFoundError(f"{model!r} is no folder and no Hugging Face id") from error
+        raise ModelNotFoundError(f"{name!r} is no folder and no Hugging Face id") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelNotFoundError(
-            f"{model!r} is no local folder and could not be fetched: {error}"
+            f"{name!r} is no local folder and could not be fetched: {error}"
         ) from error
 
 
