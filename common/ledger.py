@@ -22,6 +22,10 @@ class Ledger:
         req.stages[stage] = now
         self._samples.append(StageSample(stage, now - since))
 
+    def waited(self, stage: str, seconds: float) -> None:
+        """How long a request was held up, beside its stages."""
+        self._samples.append(StageSample(stage, seconds))
+
     def token(self, req: Req, now: float) -> None:
         """One more token was generated here."""
         self.counters["generated_tokens"] += 1

@@ -3,6 +3,7 @@
 from common.messages import Incarnation, ToDecode, TokenOutput, Tokens, ToPrefill, ToRouter
 from common.plan import (
     DialPeer,
+    ExpectWrites,
     HangUp,
     Outgoing,
     ProbePeer,
@@ -23,6 +24,7 @@ class Outbox:
         self._messages: list[Outgoing] = []
         self._transfers: list[TransferCommand] = []
         self._tokens: dict[Incarnation, list[TokenOutput]] = {}
+        self._expecting = False
 
     def tokens(self, router: Incarnation, output: TokenOutput) -> None:
         self._tokens.setdefault(router, []).append(output)
@@ -45,6 +47,12 @@ class Outbox:
 
     def transfer(self, command: TransferCommand) -> None:
         self._transfers.append(command)
+
+    def expect_writes(self, on: bool) -> None:
+        """Hint to the transfer backend, when it changes: peers' writes are due, or none is."""
+        if on != self._expecting:
+            self._expecting = on
+            self._transfers.append(ExpectWrites(on))
 
     def drain(self) -> tuple[tuple[TransferCommand, ...], tuple[Outgoing, ...]]:
         """Everything so far, and start anew."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.messages import (
+    Adapter,
     Generate,
     Incarnation,
     Room,
@@ -44,6 +45,15 @@ class Req:
     stages: dict[str, float] = field(default_factory=dict)
     """Stage name -> clock value at which it was reached."""
     last_token_at: float | None = None
+    adapter: Adapter | None = None
+    """None: the base model."""
+    lora: int | None = None
+    """This node's number for the adapter, so that another of the same name is never taken for it;
+    None for the base model."""
+    lora_since: float | None = None
+    """Since when its adapter keeps it waiting; None while it does not."""
+    lora_wait_s: float = 0.0
+    """How long it did so before."""
 
     @classmethod
     def fields_of(cls, generate: Generate, router: Incarnation, now: float) -> dict[str, Any]:
@@ -59,6 +69,7 @@ class Req:
             "arrived": now - generate.age_s,
             "added": now,
             "priority": generate.priority,
+            "adapter": generate.adapter,
         }
 
     @property
@@ -67,9 +78,19 @@ class Req:
         return (self.priority, self.arrived, self.room)
 
     @property
+    def adapter_digest(self) -> str:
+        """Of its adapter's content; empty for the base model."""
+        return "" if self.adapter is None else self.adapter.digest
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and known outputs."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens it has left to generate; on a prefill node, to compute."""
+        return self.sampling.max_tokens - len(self.output_ids)
 
     @property
     def max_kv_tokens(self) -> int:

@@ -15,10 +15,9 @@ why) or by finishing; either way exactly once, since both end in `_retire`, whic
 After dask's `WorkerState` (events -> instructions, no I/O) and vLLM's schedule/update pair.
 """
 
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from typing import ClassVar, Generic, assert_never, final
+from collections.abc import Collection, Iterator
+from typing import assert_never, final
 
 from common.drain import Leave
 from common.events import FromPeer, FromRouter, PeerClosed, PeerProbed, RouterLost
@@ -27,48 +26,45 @@ from common.invariants import check_queues
 from common.kv_cache.manager import KVCacheManager
 from common.ledger import Ledger
 from common.lifecycle import Edges, R, ReqQueue, State
+from common.lora.desk import AdapterDesk
 from common.messages import (
     Abort,
     Aborted,
+    AdapterInfo,
     Failed,
     FailureKind,
     Generate,
     Incarnation,
+    LoadAdapter,
     NodeStats,
     PeerGone,
-    PeerNode,
     Peers,
     Retracted,
     Room,
     TokenLogprob,
     ToRouter,
+    UnloadAdapter,
 )
 from common.modes import PauseMode
 from common.outbox import Outbox
 from common.plan import (
+    AdapterEvent,
     Batch,
     BatchResult,
-    Notified,
-    PeerAdded,
     PeerFailed,
     Row,
-    Sample,
     StepPlan,
     TransferEvent,
-    WriteDone,
-    WriteFailed,
 )
+from common.role import Role
 from common.settings import SchedulerSettings
 from common.slots import Slots
 from common.stats import Report
 from common.tombstones import Ending, Tombstone, Tombstones
 
 
-class Scheduler(ABC, Generic[R]):
+class Scheduler(Role[R]):
     """State machine of one node. Subclasses: `PrefillScheduler`, `DecodeScheduler`."""
-
-    _WITHOUT_PAGES: ClassVar[tuple[State, ...]]
-    """States in which a request of this role holds no KV yet."""
 
     def __init__(self, settings: SchedulerSettings, edges: Edges) -> None:
         self.settings = settings
@@ -83,6 +79,12 @@ class Scheduler(ABC, Generic[R]):
         self._tombstones = Tombstones(settings.tombstone_s)
         self._outbox = Outbox()
         self._slots = Slots(settings.max_running_requests)
+        self._lora = AdapterDesk(
+            settings,
+            self.ledger,
+            holders=self._slot_holders,
+            unfinished=self._live,
+        )
         self._in_step: tuple[tuple[R, Row], ...] = ()
         self.paused: PauseMode | None = None
         """The mode of the pause in force."""
@@ -93,64 +95,10 @@ class Scheduler(ABC, Generic[R]):
     def counters(self) -> Counter[str]:
         return self.ledger.counters
 
-    # ------------------------------------------------------------ what a role decides
-
     @property
     def running_batch(self) -> Collection[R]:
         """Requests generating tokens here; a node that never decodes has none."""
         return ()
-
-    @abstractmethod
-    def _new_request(self, generate: Generate, router: Incarnation) -> R: ...
-
-    @abstractmethod
-    def _accept(self, req: R) -> None:
-        """Put a checked new request into its first queue."""
-
-    @abstractmethod
-    def _pages_needed(self, req: R) -> int:
-        """Most pages this request can ever hold here."""
-
-    @abstractmethod
-    def _retractable(self) -> Iterable[R]:
-        """Requests that hold KV."""
-
-    @abstractmethod
-    def _let_go(self, req: R, kind: FailureKind, message: str) -> None:
-        """Retire a stopped request, or park it in ABORTING while a transfer may touch its pages."""
-
-    @abstractmethod
-    def _advance(self) -> None:
-        """Move what needs no forward pass; called each turn, also while paused."""
-
-    @abstractmethod
-    def _select(self) -> list[tuple[R, Row]]:
-        """The next step's rows. Not called while paused."""
-
-    @abstractmethod
-    def _on_computed(self, req: R, row: Row, sample: Sample | None) -> None:
-        """Take in one row's result."""
-
-    @abstractmethod
-    def _on_peer_event(self, event: FromPeer | PeerClosed | PeerProbed) -> None: ...
-
-    @abstractmethod
-    def _on_peer_lost(self, peer: Incarnation, why: str) -> None: ...
-
-    @abstractmethod
-    def _expire(self) -> None:
-        """Act on time-outs."""
-
-    @abstractmethod
-    def _say_goodbye(self) -> None:
-        """Tell the peers that this node leaves, holding nothing and writing nothing any more."""
-
-    @abstractmethod
-    def _on_transfer_event(self, event: PeerAdded | WriteDone | WriteFailed | Notified) -> None:
-        """Take in what the transfer backend says, but for a peer's loss."""
-
-    def _on_peers(self, router: Incarnation, nodes: Sequence[PeerNode] | None) -> None:
-        """The prefill nodes that a router names, None once it is lost; for a role that dials."""
 
     # ------------------------------------------------------------ events
 
@@ -198,6 +146,17 @@ class Scheduler(ABC, Generic[R]):
             case _:
                 self._on_transfer_event(event)
 
+    @final
+    def on_adapter(self, event: AdapterEvent, now: float) -> None:
+        """Take in one fact from the adapter loader. A failure concerns those that wait for it."""
+        self._now = now
+        problem = self._lora.on_event(event)
+        if problem is not None:
+            waiting = [req for state in self._NOT_COMPUTED for req in self.queues[state]]
+            for req in waiting:
+                if req.lora == event.adapter:
+                    self._fail(req, FailureKind.ADAPTER, problem)
+
     def add_request(self, generate: Generate, router: Incarnation) -> None:
         """Accept one attempt, or tell its router why not. Repeated and ended rooms are dropped."""
         room = generate.room
@@ -210,7 +169,11 @@ class Scheduler(ABC, Generic[R]):
         req = self._new_request(generate, router)
         waiting = sum(len(self.queues[state]) for state in self._WITHOUT_PAGES)
         settings, needed = self.settings, self._pages_needed(req)
-        refusal = not_now(waiting, settings, self.leave) or never_fits(req, settings, needed)
+        refusal = (
+            not_now(waiting, settings, self.leave)
+            or never_fits(req, settings, needed)
+            or self._lora.refusal(req)
+        )
         if refusal is not None:
             kind, message = refusal
             self.counters["refusals"] += 1
@@ -220,6 +183,7 @@ class Scheduler(ABC, Generic[R]):
             return
         self._reqs[room] = req
         self._rooms_by_rid[router, req.rid] = room
+        self._lora.assign(req)
         self._accept(req)
 
     def abort_room(self, room: Room) -> None:
@@ -239,6 +203,23 @@ class Scheduler(ABC, Generic[R]):
             self._stop(req, Aborted(req.room), FailureKind.REFUSED, "aborted")
         return len(found)
 
+    # ------------------------------------------------------------ adapters
+
+    @final
+    def load_adapter(self, ticket: int, verb: LoadAdapter) -> None:
+        """Answered in a later plan, once the adapter can serve or cannot be loaded."""
+        self._lora.load(ticket, verb)
+
+    @final
+    def unload_adapter(self, ticket: int, verb: UnloadAdapter) -> None:
+        """New requests of it fail from now on; answered in a later plan, once it is gone."""
+        self._lora.unload(ticket, verb)
+
+    @property
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """What this node can serve; the same object until that changes."""
+        return self._lora.adapters
+
     # ------------------------------------------------------------ pause, flush, drain
 
     @final
@@ -249,16 +230,11 @@ class Scheduler(ABC, Generic[R]):
         requests, and no request means no work.
         """
         self.paused = mode
-        match mode:
-            case PauseMode.RETRACT:
-                for req in tuple(self._retractable()):
-                    self._retract(req)
-            case PauseMode.ABORT:
-                self.abort_requests()
-            case PauseMode.IN_PLACE:
-                pass
-            case _:
-                assert_never(mode)
+        if mode is PauseMode.RETRACT:
+            for req in tuple(self._retractable()):
+                self._retract(req)
+        elif mode is PauseMode.ABORT:
+            self.abort_requests()
 
     @final
     def continue_generation(self) -> None:
@@ -289,14 +265,18 @@ class Scheduler(ABC, Generic[R]):
         if self.leave.under_way:
             for req in self.leave.to_hand_over(self.unfinished(), now, paused=paused):
                 self._retract(req)
+        self._lora.begin_turn(now)
         self._advance()
         rows = [] if paused else self._select()
         self._in_step = tuple(rows)
-        if self.leave.under_way and self.is_empty:
-            self._say_goodbye()
+        if self.leave.under_way:
+            self._lora.dismiss(for_good=self.leave.may_end(now, is_empty=self.is_empty))
+            if self.is_empty:
+                self._say_goodbye()
         transfers, messages = self._outbox.drain()
+        adapters, answers = self._lora.end_turn(rows)
         batch = Batch(tuple(row for _, row in rows)) if rows else None
-        return StepPlan(batch, transfers, messages)
+        return StepPlan(batch, transfers, messages, adapters, answers)
 
     @final
     def process_batch_result(self, result: BatchResult, now: float) -> None:
@@ -320,8 +300,12 @@ class Scheduler(ABC, Generic[R]):
     @final
     def unfinished(self) -> list[R]:
         """Requests whose router has not been told an end, in rank order."""
-        live = [req for req in self._reqs.values() if req not in self.queues[State.ABORTING]]
-        return sorted(live, key=lambda req: req.rank)
+        return sorted(self._live(), key=lambda req: req.rank)
+
+    def _live(self) -> Iterator[R]:
+        """The same in any order."""
+        aborting = self.queues[State.ABORTING]
+        return (req for req in self._reqs.values() if req not in aborting)
 
     def _fail(self, req: R, kind: FailureKind, message: str) -> None:
         self._stop(req, Failed(room=req.room, kind=kind, message=message), kind, message)
@@ -366,7 +350,7 @@ class Scheduler(ABC, Generic[R]):
 
     def stats(self) -> NodeStats:
         """A snapshot of this node's load."""
-        return NodeStats(
+        stats = NodeStats(
             state=self.leave.state(paused=self.paused is not None),
             queues={state.name.lower(): len(queue) for state, queue in self.queues.items()},
             running=len(self.running_batch),
@@ -376,6 +360,7 @@ class Scheduler(ABC, Generic[R]):
             queued_tokens=self._queued_tokens(),
             counters=dict(self.counters),
         )
+        return self._lora.add_to(stats)
 
     def _queued_tokens(self) -> int:
         return sum(req.num_tokens for req in self._reqs.values())
@@ -392,3 +377,4 @@ class Scheduler(ABC, Generic[R]):
         check_queues(self.queues, self._reqs, self._tombstones)
         self.kv.check(self._reqs.values())
         self._slots.check(self._reqs.values())
+        self._lora.check(self._reqs.values())

@@ -1,6 +1,6 @@
 """Whether decode may take a request's pages now, and who gives pages back: pure decisions."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from common.lifecycle import ReqQueue
 from decode_node.request import DecodeReq
@@ -22,6 +22,17 @@ def fits(need: int, free: int, reserved: int, *, alone: bool) -> bool:
     checked at arrival to fit an empty pool, which is why the first in rank always gets its turn.
     """
     return need + (0 if alone else reserved) <= free
+
+
+def has_room(
+    need: int, most: int, active: Sequence[tuple[int, int]], free: int, per_request: int
+) -> bool:
+    """Whether a request that needs `need` pages now, and up to `most` in the end, may be admitted.
+
+    `active`: for each active request, the pages it has and the most it can need. `free`: pages.
+    """
+    growing = [most_of_it - has for has, most_of_it in (*active, (need, most))]
+    return fits(need, free, reserve(growing, per_request), alone=not active)
 
 
 def choose_victim(

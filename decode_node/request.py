@@ -1,8 +1,9 @@
 """What a decode node knows of a request beside what every node does."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from common.messages import FirstToken, Incarnation
+from common.messages import Destination, FirstToken, Generate, Incarnation
 from common.plan import Row, SlotInit
 from common.request import Req
 
@@ -22,8 +23,27 @@ class DecodeReq(Req):
     started: bool = False
     """The runner knows this slot."""
 
-    def next_row(self) -> Row:
-        """Its share of the next step; what the runner has not been told goes with it."""
+    @classmethod
+    def fields_of(cls, generate: Generate, router: Incarnation, now: float) -> dict[str, Any]:
+        return Req.fields_of(generate, router, now) | {
+            "prefill": generate.prefill_incarnation,
+            "prefill_address": generate.prefill_address,
+        }
+
+    def destination(self, weight_version: str) -> Destination:
+        """Where prefill shall write its KV, and what decode goes on with."""
+        return Destination(
+            room=self.room,
+            pages=list(self.pages),
+            weight_version=weight_version,
+            adapter=self.adapter_digest,
+        )
+
+    def next_row(self, lora_slot: int | None) -> Row:
+        """Its share of the next step; what the runner has not been told goes with it.
+
+        `lora_slot`: where its adapter is.
+        """
         assert self.slot is not None
         init = None
         if not self.started:
@@ -37,4 +57,5 @@ class DecodeReq(Req):
             new_pages=new_pages,
             sample_index=len(self.output_ids),
             init=init,
+            lora_slot=lora_slot,
         )

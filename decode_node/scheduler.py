@@ -26,7 +26,6 @@ from common.lifecycle import DECODE_EDGES, State
 from common.messages import (
     Cancel,
     ChunkLanded,
-    Destination,
     Drained,
     FailureKind,
     Generate,
@@ -41,20 +40,20 @@ from common.messages import (
     RoomFailed,
     RoomFinished,
     RoomUnknown,
-    Sync,
     ToDecode,
 )
-from common.plan import ExpectWrites, Notified, PeerAdded, Row, Sample, WriteDone, WriteFailed
+from common.plan import Notified, PeerAdded, Row, Sample, WriteDone, WriteFailed
 from common.scheduler import Scheduler
 from common.settings import SchedulerSettings
 from common.tombstones import Ending, Tombstone
-from decode_node.admission import choose_victim, fits, reserve
+from decode_node.admission import choose_victim, has_room
 from decode_node.announced import AnnouncedPeers
 from decode_node.forecast import SlotForecast
 from decode_node.notification import read_notification
 from decode_node.peers import PrefillLinks
 from decode_node.quarantine import Quarantine
 from decode_node.request import DecodeReq
+from decode_node.sync import sync_with
 from transfer.handshake import mismatch
 
 LAST_WORDS_S = 0.5
@@ -65,6 +64,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
     """Scheduler subclass for `DisaggregationMode.DECODE`."""
 
     _WITHOUT_PAGES = (State.PREALLOC,)
+    _NOT_COMPUTED = (State.PREALLOC, State.TRANSFER, State.WAITING)
 
     def __init__(self, settings: SchedulerSettings, reserve_pages: int = 8) -> None:
         super().__init__(settings, DECODE_EDGES)
@@ -78,7 +78,6 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         self.quarantine = Quarantine(self.kv, self.links, self._outbox, self.counters, settings)
         self._reserve_pages = reserve_pages
         self._forecast = SlotForecast(settings.max_running_requests)
-        self._expecting = False
 
     @property
     def running_batch(self) -> Collection[DecodeReq]:
@@ -87,11 +86,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
     # ------------------------------------------------------------ new requests
 
     def _new_request(self, generate: Generate, router: Incarnation) -> DecodeReq:
-        return DecodeReq(
-            **DecodeReq.fields_of(generate, router, self._now),
-            prefill=generate.prefill_incarnation,
-            prefill_address=generate.prefill_address,
-        )
+        return DecodeReq(**DecodeReq.fields_of(generate, router, self._now))
 
     def _pages_needed(self, req: DecodeReq) -> int:
         return self.kv.pages_for(req.max_kv_tokens)
@@ -107,7 +102,8 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         for req in self.prealloc_queue.snapshot():
             if self.links.want(req.prefill, req.prefill_address) and not blocked:
                 blocked = not self._preallocate(req)
-        self._watch_for_writes()
+        arriving = bool(self.transfer_queue or self.aborting_queue)
+        self._outbox.expect_writes(arriving or self.quarantine.settling)
         self._sync_links()
 
     def _on_peers(self, router: Incarnation, nodes: Sequence[PeerNode] | None) -> None:
@@ -118,18 +114,21 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         return used or bool(self.kv.quarantined_rooms(peer))
 
     def _preallocate(self, req: DecodeReq) -> bool:
+        """Name pages to prefill; False if that has to wait, and so do those behind it. One that
+        waits for its adapter is passed over."""
         active = (*self.running_queue, *self.waiting_queue, *self.transfer_queue)
         if not self._forecast.slot_awaits(sum(not self._is_held_up(r) for r in active)):
             return False
-        growing = [self._pages_needed(r) - len(r.pages) for r in active]
-        need = self.kv.pages_for(req.num_tokens)
-        growing.append(self._pages_needed(req) - need)
-        reserved = reserve(growing, self._reserve_pages)
-        if not fits(need, self.kv.num_free, reserved, alone=not active):
+        if not self._lora.admit(req):
+            return True
+        held_and_most = [(len(r.pages), self._pages_needed(r)) for r in active]
+        now_and_most = self.kv.pages_for(req.num_tokens), self._pages_needed(req)
+        if not has_room(*now_and_most, held_and_most, self.kv.num_free, self._reserve_pages):
             return False
         pages = self.kv.grow(req, req.num_tokens)
         assert pages is not None
         self.transfer_queue.take(req)
+        self._lora.entered(req)
         req.deadline = self._now + self.settings.transfer_timeout_s
         self._mark(req, "queue")
         self._send_destination(req)
@@ -140,25 +139,13 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         return req in self.transfer_queue and self.links.paused(req.prefill)
 
     def _send_destination(self, req: DecodeReq) -> None:
-        destination = Destination(
-            room=req.room, pages=list(req.pages), weight_version=self.settings.weight_version
-        )
-        self.links.send(req.prefill, destination)
-
-    def _watch_for_writes(self) -> None:
-        expecting = bool(self.transfer_queue or self.aborting_queue) or self.quarantine.settling
-        if expecting != self._expecting:
-            self._expecting = expecting
-            self._outbox.transfer(ExpectWrites(expecting))
+        self.links.send(req.prefill, req.destination(self.settings.weight_version))
 
     def _sync_links(self) -> None:
+        queues = self.transfer_queue, self.aborting_queue, self.prealloc_queue
         for peer in self.links.due_for_sync(self._now, self.settings.sync_s):
-            open_rooms = [r.room for r in self.transfer_queue if r.prefill == peer]
-            cancelling = [r.room for r in self.aborting_queue if r.prefill == peer]
-            cancelling += self.kv.quarantined_rooms(peer)
-            pending = [r.room for r in self.prealloc_queue if r.prefill == peer]
-            if open_rooms or cancelling or pending:
-                sync = Sync(open=open_rooms, cancelling=cancelling, pending=pending)
+            sync = sync_with(peer, *queues, self.kv.quarantined_rooms(peer))
+            if sync is not None:
                 self.links.send(peer, sync)
 
     # ------------------------------------------------------------ messages from prefill
@@ -332,13 +319,19 @@ class DecodeScheduler(Scheduler[DecodeReq]):
     # ------------------------------------------------------------ steps
 
     def _select(self) -> list[tuple[DecodeReq, Row]]:
-        while self._slots.any_free and (req := self.waiting_queue.first) is not None:
+        for req in self.waiting_queue.snapshot():
+            if not self._slots.any_free:
+                break
+            if not self._lora.ready(req):
+                continue
             self._slots.give(req)
             self.running_queue.take(req)
+            self._lora.starts(req)
             req.unsent_pages = list(req.pages)
             self._mark(req, "waiting")
         ready = [req for req in self.running_queue.snapshot() if self._make_room(req)]
-        return [(req, req.next_row()) for req in ready if req in self.running_queue]
+        lora = self._lora
+        return [(r, r.next_row(lora.slot_of(r))) for r in ready if r in self.running_queue]
 
     def _make_room(self, req: DecodeReq) -> bool:
         """A page for the next token's KV, retracting the last in rank if need be; else False."""
@@ -375,6 +368,11 @@ class DecodeScheduler(Scheduler[DecodeReq]):
 
     def _retractable(self) -> Iterable[DecodeReq]:
         return (*self.running_queue, *self.waiting_queue, *self.transfer_queue)
+
+    def _slot_holders(self) -> Iterable[DecodeReq]:
+        """KV is made only for what will find its adapter when it lands."""
+        arriving = (req for req in self.transfer_queue if not self._is_held_up(req))
+        return (*self.running_queue, *self.waiting_queue, *arriving)
 
     def _let_go(self, req: DecodeReq, kind: FailureKind, message: str) -> None:
         if req.drained or req not in self.transfer_queue:

@@ -23,13 +23,22 @@ def ending(room: Room, stone: Tombstone) -> RoomFinished | RoomFailed | None:
 
 
 def destination_problem(
-    destination: Destination, num_pages: int, memory: PeerMemory | None, weight_version: str
+    destination: Destination,
+    num_pages: int,
+    memory: PeerMemory | None,
+    weight_version: str,
+    adapter: str,
 ) -> str | None:
-    """Why a prompt of `num_pages` pages cannot be written there, or None. `memory`: decode's."""
+    """Why a prompt of `num_pages` pages cannot be written there, or None.
+
+    `memory`: decode's. `adapter`: digest of the one the prompt is computed with; empty for none.
+    """
     if destination.weight_version != weight_version:
         return (
             f"weight version is {weight_version!r} here, {destination.weight_version!r} on decode"
         )
+    if destination.adapter != adapter:
+        return f"the adapter is {adapter!r} here, {destination.adapter!r} on decode"
     if memory is None:
         return "the link to decode is gone"
     if not 0 <= destination.first_page < num_pages:

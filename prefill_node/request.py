@@ -28,8 +28,15 @@ class PrefillReq(Req):
     failure: tuple[FailureKind, str] | None = None
     """Set when stopped: what decode will hear once drained."""
 
-    def next_row(self, share: int) -> Row:
-        """The next `share` positions; the last of them all draws the first token."""
+    @property
+    def remaining(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    def next_row(self, share: int, lora_slot: int | None) -> Row:
+        """The next `share` positions; the last of them all draws the first token.
+
+        `lora_slot`: where its adapter is.
+        """
         first = self.num_computed == 0
         end = self.num_computed + share
         assert self.slot is not None
@@ -42,6 +49,7 @@ class PrefillReq(Req):
             init=SlotInit(self.sampling, self.prompt_ids, tuple(self.output_ids))
             if first
             else None,
+            lora_slot=lora_slot,
         )
 
 

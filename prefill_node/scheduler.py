@@ -64,6 +64,7 @@ class PrefillScheduler(Scheduler[PrefillReq]):
     """Scheduler subclass for `DisaggregationMode.PREFILL`."""
 
     _WITHOUT_PAGES = (State.BOOTSTRAP, State.WAITING)
+    _NOT_COMPUTED = _WITHOUT_PAGES
 
     def __init__(self, settings: SchedulerSettings, page_bytes: int) -> None:
         super().__init__(settings, PREFILL_EDGES)
@@ -86,6 +87,7 @@ class PrefillScheduler(Scheduler[PrefillReq]):
 
     def _accept(self, req: PrefillReq) -> None:
         self.bootstrap_queue.take(req)
+        self._lora.prefetch(req, self._now)
         early = self._early.pop(req.room, None)
         if early is not None:
             self._bind(req, early.peer, early.destination)
@@ -95,8 +97,9 @@ class PrefillScheduler(Scheduler[PrefillReq]):
         req.peer, req.destination = peer, destination
         num_pages = self.kv.pages_for(req.num_tokens)
         memory = self.links.ready(peer)
-        version = self.settings.weight_version
-        problem = destination_problem(destination, num_pages, memory, version)
+        problem = destination_problem(
+            destination, num_pages, memory, self.settings.weight_version, req.adapter_digest
+        )
         if problem is not None:
             self._fail(req, FailureKind.TRANSFER, problem)
             return
@@ -242,21 +245,26 @@ class PrefillScheduler(Scheduler[PrefillReq]):
     def _select(self) -> list[tuple[PrefillReq, Row]]:
         self._admit()
         reqs = self.prefilling.snapshot()
-        remaining = [req.num_tokens - req.num_computed for req in reqs]
-        shares = split_budget(remaining, self.settings.chunk_size)
+        shares = split_budget([req.remaining for req in reqs], self.settings.chunk_size)
         rows = []
         for req, share in zip(reqs, shares, strict=True):
             if share:
-                rows.append((req, req.next_row(share)))
+                rows.append((req, req.next_row(share, self._lora.slot_of(req))))
         return rows
 
     def _admit(self) -> None:
-        """In rank order; one that does not fit holds back those behind it: it cannot starve."""
-        while (req := self.waiting_queue.first) is not None:
-            if not self._slots.any_free or self.kv.grow(req, req.num_tokens) is None:
+        """In rank order; one that does not fit holds back those behind it: it cannot starve. One
+        that waits for its adapter is passed over."""
+        for req in self.waiting_queue.snapshot():
+            if not self._slots.any_free:
+                return
+            if not (self._lora.admit(req) and self._lora.ready(req)):
+                continue
+            if self.kv.grow(req, req.num_tokens) is None:
                 return
             self._slots.give(req)
             self.prefilling.take(req)
+            self._lora.starts(req)
             self._mark(req, "queue")
 
     def _on_computed(self, req: PrefillReq, row: Row, sample: Sample | None) -> None:
@@ -342,6 +350,9 @@ class PrefillScheduler(Scheduler[PrefillReq]):
     def _retractable(self) -> Iterable[PrefillReq]:
         return (*self.prefilling, *self.inflight_queue)
 
+    def _slot_holders(self) -> Iterable[PrefillReq]:
+        return self.prefilling
+
     def _let_go(self, req: PrefillReq, kind: FailureKind, message: str) -> None:
         req.failure = (kind, message)
         if req.posted:
@@ -375,7 +386,7 @@ class PrefillScheduler(Scheduler[PrefillReq]):
 
     def _queued_tokens(self) -> int:
         waiting = (*self.bootstrap_queue, *self.waiting_queue, *self.prefilling)
-        return sum(req.num_tokens - req.num_computed for req in waiting)
+        return sum(req.remaining for req in waiting)
 
     def check_invariants(self) -> None:
         super().check_invariants()

@@ -44,6 +44,7 @@ MODE_HOMES = ("deploy/node.py",)
 
 PURE = (
     "common/scheduler.py", "common/lifecycle.py", "common/request.py", "common/plan.py",
+    "common/role.py", "common/lora/*.py",
     "common/ledger.py", "common/outbox.py", "common/slots.py", "common/stats.py",
     "common/tombstones.py", "common/kv_cache/page_pool.py", "common/kv_cache/manager.py",
     "*/scheduler.py", "*/admission.py", "*/peers.py", "*_node/request.py",
