@@ -13,6 +13,8 @@ from torch.nn import functional
 
 from common.engine.attention.base import AttentionBackend, Metadata
 from common.engine.linear import Linear, LinearFactory
+from common.engine.lora.apply import LoraBatch
+from common.engine.lora.targets import Product
 from common.engine.rope import RopeFrequencies, RopeTable, rotate_
 from common.engine.spec import ModelSpec
 
@@ -117,7 +119,10 @@ def _layer_places(layer: LayerWeights, spec: ModelSpec) -> dict[str, Tensor]:
 class Layer:
     """One decoder layer over `LayerWeights` that hold their final values."""
 
-    def __init__(self, spec: ModelSpec, weights: LayerWeights, linears: LinearFactory) -> None:
+    def __init__(
+        self, number: int, spec: ModelSpec, weights: LayerWeights, linears: LinearFactory
+    ) -> None:
+        self._number = number
         self._heads = spec.num_heads
         self._qk_heads = spec.num_heads + spec.num_kv_heads
         self._head_dim = spec.head_dim
@@ -130,10 +135,15 @@ class Layer:
         self._gate_up = linears.make(weights.gate_up, weights.gate_up_bias, wide=True)
         self._down = linears.make(weights.down, weights.down_bias)
 
-    def project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def project(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, lora: LoraBatch | None
+    ) -> tuple[Tensor, Tensor]:
         """Rotated query [tokens, heads, head_dim] and key-value [tokens, 2 * kv heads, ...]."""
         normed = functional.rms_norm(hidden, self._input_norm.shape, self._input_norm, self._eps)
-        qkv = self._qkv(normed).view(hidden.shape[0], -1, self._head_dim)
+        fused = self._qkv(normed)
+        if lora is not None:
+            lora.add(self._number, Product.QKV, normed, fused)
+        qkv = fused.view(hidden.shape[0], -1, self._head_dim)
         query_key = qkv[:, : self._qk_heads]
         if self._qk_norm is not None:
             normed = functional.rms_norm(query_key, (self._head_dim,), None, self._eps)
@@ -141,12 +151,22 @@ class Layer:
         rotate_(query_key, cos, sin)
         return qkv[:, : self._heads], qkv[:, self._heads :]
 
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+    def finish(self, hidden: Tensor, attended: Tensor, lora: LoraBatch | None) -> Tensor:
         """Output projection, MLP and both residuals; `hidden` is updated in place."""
-        hidden += self._output(attended)
+        output = self._output(attended)
+        if lora is not None:
+            lora.add(self._number, Product.OUTPUT, attended, output)
+        hidden += output
         normed = functional.rms_norm(hidden, self._mlp_norm.shape, self._mlp_norm, self._eps)
-        gate, up = self._gate_up(normed).chunk(2, dim=-1)
-        hidden += self._down(functional.silu(gate).mul_(up))
+        fused = self._gate_up(normed)
+        if lora is not None:
+            lora.add(self._number, Product.GATE_UP, normed, fused)
+        gate, up = fused.chunk(2, dim=-1)
+        inner = functional.silu(gate).mul_(up)
+        down = self._down(inner)
+        if lora is not None:
+            lora.add(self._number, Product.DOWN, inner, down)
+        hidden += down
         return hidden
 
 
@@ -158,7 +178,9 @@ class Decoder:
     ) -> None:
         self.spec = spec
         self._embedding = weights.embedding
-        self._layers = [Layer(spec, layer, linears) for layer in weights.layers]
+        self._layers = [
+            Layer(number, spec, layer, linears) for number, layer in enumerate(weights.layers)
+        ]
         self._norm = weights.norm
         self._head: Linear = linears.make(weights.head)
         self._rope = rope
@@ -178,18 +200,20 @@ class Decoder:
         attention: AttentionBackend[Metadata],
         metadata: Metadata,
         logit_rows: Tensor | None,
+        lora: LoraBatch | None = None,
     ) -> Tensor:
         """One pass over `token_ids` [tokens]; gives [rows, vocab_size] logits.
 
         `rotation` are (cos, sin) of each token's position. `logit_rows` [rows] int64 picks the
-        tokens whose logits are wanted; None wants all.
+        tokens whose logits are wanted; None wants all. `lora` says what adapters change; without it
+        this is the base model.
         """
         hidden = self._embedding.index_select(0, token_ids)
         cos, sin = rotation
         for number, layer in enumerate(self._layers):
-            query, kv = layer.project(hidden, cos, sin)
+            query, kv = layer.project(hidden, cos, sin, lora)
             attended = attention.forward(number, query, kv, metadata)
-            hidden = layer.finish(hidden, attended)
+            hidden = layer.finish(hidden, attended, lora)
         if logit_rows is not None:
             hidden = hidden.index_select(0, logit_rows)
         return self._head(functional.rms_norm(hidden, self._norm.shape, self._norm, self._eps))

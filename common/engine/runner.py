@@ -13,6 +13,8 @@ from torch import Tensor
 from common.engine.attention.base import AttentionBatch, Span
 from common.engine.attention.torch_backend import TorchAttention
 from common.engine.loader import LoadedModel
+from common.engine.lora.apply import LoraBatch, LoraRows, plan_lora
+from common.engine.lora.pool import LoraPool
 from common.engine.sampler import Draw, Sampler
 from common.kv_cache.storage import PagedKVCache
 from common.messages import SamplingParams
@@ -24,11 +26,16 @@ class ModelRunner:
 
     The scheduler guarantees what is asserted here: slots below `max_slots`, positions below
     `max_model_len`, token ids inside the vocabulary, pages for every position, `init` in the first
-    row of a slot's owner.
+    row of a slot's owner, and rows of only those slots of `lora` that hold their adapter.
     """
 
     def __init__(
-        self, model: LoadedModel, cache: PagedKVCache, max_slots: int, max_model_len: int
+        self,
+        model: LoadedModel,
+        cache: PagedKVCache,
+        max_slots: int,
+        max_model_len: int,
+        lora: LoraPool | None = None,
     ) -> None:
         spec = model.spec
         held = (cache.num_layers, cache.num_kv_heads, cache.head_dim, cache.dtype)
@@ -36,6 +43,7 @@ class ModelRunner:
             f"the page pool {held} was not made for this model"
         )
         self._model = model.model
+        self._lora = lora
         self._vocab_size = spec.vocab_size
         self._cache = cache
         self._max_model_len = max_model_len
@@ -65,6 +73,7 @@ class ModelRunner:
             self._attention,
             self._attention.plan(plan),
             self._last_tokens(rows, drawing, len(token_ids)),
+            self._plan_lora(rows),
         )
         samples: list[Sample | None] = [None] * len(rows)
         draws = [Draw(row.slot, row.sample_index) for row in rows if row.sample_index is not None]
@@ -136,6 +145,18 @@ class ModelRunner:
                 for position in range(span.start, span.start + span.length)
             ]
         return AttentionBatch(spans, self._page_table, self._tensor(slots), self._tensor(positions))
+
+    def _plan_lora(self, rows: Sequence[Row]) -> LoraBatch | None:
+        adapted = []
+        first = 0
+        for row in rows:
+            if row.lora_slot is not None:
+                adapted.append(LoraRows(row.lora_slot, first, len(row.token_ids)))
+            first += len(row.token_ids)
+        if not adapted:
+            return None
+        assert self._lora is not None, "a row with an adapter, and no pool of them"
+        return plan_lora(self._lora, adapted)
 
     def _last_tokens(
         self, rows: Sequence[Row], drawing: Sequence[int], num_tokens: int

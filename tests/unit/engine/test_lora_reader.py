@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from common.engine.errors import AdapterError
-from common.engine.lora.adapter import LoraAdapter, read_adapter
+from common.engine.lora.adapter import LoraAdapter
+from common.engine.lora.reader import read_adapter
 from tests.adapters import AdapterSpec, make_adapter
 from tests.unit.engine.conftest import Zoo
 
