@@ -1,0 +1,169 @@
+"""Carries out a scheduler's adapter commands beside the engine, which never waits for a disk, a hub
+or a copy.
+
+One thread works commands off in order. It does a millisecond's work, then rests for as long, so
+that running streams keep their pace however large an adapter is.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import assert_never
+
+from common.engine.errors import AdapterError
+from common.engine.lora.adapter import LoraAdapter
+from common.engine.lora.pool import LoraPool
+from common.engine.lora.reader import read_adapter
+from common.engine.spec import ModelSpec
+from common.plan import (
+    AdapterCommand,
+    AdapterEvent,
+    AdapterFailed,
+    AdapterPlaced,
+    AdapterRead,
+    DropAdapter,
+    PlaceAdapter,
+    ReadAdapter,
+)
+
+log = logging.getLogger(__name__)
+
+WORK_S = 0.001
+"""Work between two rests; a single read or hash of one tensor may take longer."""
+MAX_REST_S = 0.01
+JOIN_S = 2.0
+"""How long `close` waits; only the fetching of a file from a hub takes longer to break off."""
+CLOSED = "this node is ending"
+
+
+class _Closing(BaseException):
+    """The loader is asked to end; not an Exception, so that nobody takes it for a failure."""
+
+
+class AdapterLoader:
+    """Reads adapters into host memory and places them into the slots of `pool`.
+
+    Every `ReadAdapter` and `PlaceAdapter` ends with exactly one event, in the order of submission,
+    except for those that `close` overtakes on a thread that does not end in time. `submit` and
+    `poll` are for one thread and never block. `wake` is called, on any thread, after something new
+    became available to `poll`.
+    """
+
+    def __init__(self, spec: ModelSpec, pool: LoraPool) -> None:
+        self._spec = spec
+        self._pool = pool
+        self._adapters: dict[int, LoraAdapter] = {}
+        self._commands: SimpleQueue[AdapterCommand | None] = SimpleQueue()
+        self._events: deque[AdapterEvent] = deque()
+        self._wake: Callable[[], None] = lambda: None
+        self._closing = threading.Event()
+        self._closed = False
+        self._rested_at = 0.0
+        self._thread = threading.Thread(target=self._run, name="adapters", daemon=True)
+
+    # ------------------------------------------------------------ the engine thread
+
+    def start(self, wake: Callable[[], None]) -> None:
+        """Begin to work; called once."""
+        self._wake = wake
+        self._thread.start()
+
+    def submit(self, commands: Sequence[AdapterCommand]) -> None:
+        """Hand over commands, in order. After `close` they fail at once."""
+        for command in commands:
+            self._commands.put(command)
+        if self._closed:
+            self._refuse_queued()
+
+    def poll(self) -> list[AdapterEvent]:
+        """Everything new, oldest first; still answers after `close`."""
+        events: list[AdapterEvent] = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def close(self) -> None:
+        """End within `JOIN_S`, also in the middle of a command; what is unfinished fails."""
+        if self._closed:
+            return
+        self._closing.set()
+        self._commands.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(JOIN_S)
+        if self._thread.is_alive():
+            log.warning("the loader of adapters is still fetching; it ends with this process")
+        self._closed = True
+        self._refuse_queued()
+
+    def _refuse_queued(self) -> None:
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except Empty:
+                return
+            if isinstance(command, ReadAdapter | PlaceAdapter):
+                self._publish(AdapterFailed(command.adapter, CLOSED))
+
+    # ------------------------------------------------------------ the loader thread
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            command = self._commands.get()
+            if command is None:
+                return
+            self._rested_at = time.monotonic()
+            try:
+                event = self._handle(command)
+            except AdapterError as error:
+                event = AdapterFailed(command.adapter, str(error))
+            except _Closing:
+                event = AdapterFailed(command.adapter, CLOSED)
+            except Exception as error:
+                log.exception("an adapter command failed: %s", command)
+                event = AdapterFailed(command.adapter, f"{type(error).__name__}: {error}")
+            if event is not None:
+                self._publish(event)
+
+    def _handle(self, command: AdapterCommand) -> AdapterEvent | None:
+        match command:
+            case ReadAdapter():
+                return self._read(command)
+            case PlaceAdapter(number, slot):
+                adapter = self._adapters.get(number)
+                if adapter is None:
+                    raise AdapterError("it is not in memory")
+                self._pool.place(slot, adapter, self._rest)
+                return AdapterPlaced(number, slot)
+            case DropAdapter(number):
+                self._adapters.pop(number, None)
+                return None
+            case _:
+                assert_never(command)
+
+    def _read(self, command: ReadAdapter) -> AdapterRead:
+        self._adapters.pop(command.adapter, None)
+        began = time.monotonic()
+        adapter = read_adapter(command.path, self._spec, self._pool.max_rank, self._rest)
+        if command.digest and adapter.digest != command.digest:
+            raise AdapterError(
+                f"{command.path} has other content here: its digest is {adapter.digest}, "
+                f"{command.digest} is wanted"
+            )
+        self._adapters[command.adapter] = adapter
+        log.info("read %s in %.2f s", command.path, time.monotonic() - began)
+        return AdapterRead(command.adapter, adapter.digest, adapter.rank)
+
+    def _rest(self) -> None:
+        """Called often; sleeps only after work worth resting for. Raises when closing."""
+        worked_s = time.monotonic() - self._rested_at
+        if worked_s >= WORK_S or self._closing.is_set():
+            if self._closing.wait(min(worked_s, MAX_REST_S)):
+                raise _Closing
+            self._rested_at = time.monotonic()
+
+    def _publish(self, event: AdapterEvent) -> None:
+        self._events.append(event)
+        self._wake()
