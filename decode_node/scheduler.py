@@ -116,11 +116,11 @@ class DecodeScheduler(Scheduler[DecodeReq]):
     def _preallocate(self, req: DecodeReq) -> bool:
         """Name pages to prefill; False if that has to wait, and so do those behind it. One that
         waits for its adapter is passed over."""
+        if not self._lora.admit(req):
+            return True
         active = (*self.running_queue, *self.waiting_queue, *self.transfer_queue)
         if not self._forecast.slot_awaits(sum(not self._is_held_up(r) for r in active)):
             return False
-        if not self._lora.admit(req):
-            return True
         held_and_most = [(len(r.pages), self._pages_needed(r)) for r in active]
         now_and_most = self.kv.pages_for(req.num_tokens), self._pages_needed(req)
         if not has_room(*now_and_most, held_and_most, self.kv.num_free, self._reserve_pages):

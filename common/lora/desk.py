@@ -144,7 +144,9 @@ class AdapterDesk:
         self._counters["lora_reads"] += 1
         if entry.digest not in ("", event.digest):
             self._placement.commands.append(DropAdapter(entry.number))
-            return self._on_failed(entry, Task.READ, "its content is not what it was")
+            return self._on_failed(
+                entry, Task.READ, f"its content is not {entry.digest}: {event.digest}"
+            )
         entry.digest, entry.rank, entry.checked = event.digest, event.rank, True
         if self._checking == entry.number:
             self._checking = None

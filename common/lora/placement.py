@@ -51,6 +51,9 @@ class Placement:
         self._waits: dict[int, float] = {}
         """Adapters that were asked for in vain this turn, and since when they are wanted."""
         self._draining = False
+        self._longest: dict[int, int] = {}
+        """Of adapters whose slot drains: the most tokens that a request computing there has left.
+        What is let in meanwhile does not make it more."""
 
     # ------------------------------------------------------------ one turn
 
@@ -60,6 +63,8 @@ class Placement:
         self._held = self._users = None
         if self._waits:
             self._waits = {}
+        if self._longest:
+            self._longest = {}
 
     def admit(self, req: Req) -> bool:
         """Whether the adapter of `req` has a slot for it, filled or being filled; else it waits.
@@ -73,31 +78,27 @@ class Placement:
             admitted = self._fill_for(req) is not None
         else:
             admitted = slot.drain is None or self._still_admits(slot, slot.drain, req)
-        if not admitted:
-            self._pass_over(req)
+        self._note_wait(req, admitted)
         return admitted
 
     def ready(self, req: Req) -> bool:
         """Whether `req` may be computed now; else it goes on waiting."""
         assert req.lora is not None
         slot = self.slots.of(req.lora) or self._fill_for(req)
-        if slot is not None and slot.ready:
-            return True
-        self._pass_over(req)
-        return False
+        is_ready = slot is not None and slot.ready
+        self._note_wait(req, is_ready)
+        return is_ready
 
     def entered(self, req: Req) -> None:
         """`req` has joined those that hold their adapter's slot."""
         assert req.lora is not None
         slot = self.slots.of(req.lora)
         assert slot is not None
+        slot.kept_for = None
         self.slots.touch(slot)
         self.memory.touch(req.lora)
         if self._held is not None:
             self._held.setdefault(req.lora, []).append(req)
-        if req.lora_since is not None:
-            req.lora_wait_s += self._now - req.lora_since
-            req.lora_since = None
 
     def end_turn(self, rows: Sequence[tuple[Req, Row]]) -> None:
         """Begin to drain for who has waited too long, and end what nobody waits for any more."""
@@ -114,12 +115,15 @@ class Placement:
     def _fill_for(self, req: Req) -> Slot | None:
         assert req.lora is not None
         since = self._now if req.lora_since is None else req.lora_since
-        req.lora_since = since
         return self.fill(self._table[req.lora], since=since, kept_for=req)
 
-    def _pass_over(self, req: Req) -> None:
-        if req.lora_since is None:
+    def _note_wait(self, req: Req, goes_on: bool) -> None:
+        """Only its adapter keeps it waiting, or not any more."""
+        if not goes_on and req.lora_since is None:
             req.lora_since = self._now
+        elif goes_on and req.lora_since is not None:
+            req.lora_wait_s += self._now - req.lora_since
+            req.lora_since = None
 
     # ------------------------------------------------------------ filling slots
 
@@ -232,9 +236,11 @@ class Placement:
 
     def _still_admits(self, slot: Slot, drain: Drain, req: Req) -> bool:
         assert slot.adapter is not None
-        here = self.held().get(slot.adapter, ())
-        longest = max((r.remaining for r in here if r.slot is not None), default=0)
-        return drain.admits(req.remaining, longest)
+        if slot.adapter not in self._longest:
+            here = self.held().get(slot.adapter, ())
+            computing = (r.remaining for r in here if r.slot is not None)
+            self._longest[slot.adapter] = max(computing, default=0)
+        return drain.admits(req.remaining, self._longest[slot.adapter])
 
     def _tend_drains(self, computed: int) -> None:
         self._draining = False

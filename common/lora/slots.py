@@ -22,7 +22,8 @@ class Slot:
     ready: bool = False
     """The adapter's weights are in it: READY. Otherwise they are on their way: PLACING."""
     kept_for: Req | None = None
-    """The request it was filled for: until that has entered, or is over, it is not given away."""
+    """The request it was filled for: until one has entered, or this is over, it is not given away.
+    Otherwise one that is before it in rank could take the slot again and again."""
     used: int = 0
     """Grows with each use of any slot."""
     drain: Drain | None = None
@@ -31,9 +32,7 @@ class Slot:
     def is_kept(self) -> bool:
         """Whether the request it was filled for still waits to enter it."""
         req = self.kept_for
-        if req is None or req.lora_since is None or req.lora != self.adapter:
-            return False
-        return req.queue.state not in (State.ABORTING, State.ENDED)
+        return req is not None and req.queue.state not in (State.ABORTING, State.ENDED)
 
 
 class AdapterSlots:

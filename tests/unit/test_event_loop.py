@@ -33,7 +33,7 @@ from common.plan import (
 )
 from prefill_node.scheduler import PrefillScheduler
 from tests.unit.scheduler.harness import HELLO, destination, generate
-from tests.unit.scheduler.world import PAGE_BYTES, settings
+from tests.unit.scheduler.node_settings import PAGE_BYTES, settings
 
 
 class Recorder:

@@ -10,6 +10,7 @@ from common.events import FromRouter
 from common.messages import (
     Abort,
     Aborted,
+    Adapter,
     Failed,
     FailureKind,
     Generate,
@@ -25,6 +26,9 @@ from tests.unit.scheduler.model import Violation, reference
 
 if TYPE_CHECKING:
     from tests.unit.scheduler.world import World
+
+
+GONE = "its adapter was unloaded"
 
 
 @dataclass
@@ -45,19 +49,22 @@ class Client:
     ends: int = 0
     replays: int = 0
     aborted: bool = False
+    adapter: Adapter | None = None
 
     def expected(self) -> list[int]:
-        tokens = reference(self.prompt, self.max_tokens)
+        digest = "" if self.adapter is None else self.adapter.digest
+        tokens = reference(self.prompt, self.max_tokens, digest)
         for index, token in enumerate(tokens):
             if token in self.stop:
                 return tokens[: index + 1]
         return tokens
 
     def check(self) -> None:
-        """It was answered once, with the undisturbed tokens (or, aborted, their beginning)."""
+        """It was answered once, with the undisturbed tokens (or, cut short, their beginning)."""
         if self.ends != 1:
             raise Violation(f"{self.rid} ended {self.ends} times")
-        expected = self.expected()[: len(self.output) if self.aborted else None]
+        cut_short = self.aborted or self.end == GONE
+        expected = self.expected()[: len(self.output) if cut_short else None]
         if self.output != expected:
             raise Violation(f"{self.rid}: {self.output} is not {expected}")
 
@@ -71,8 +78,15 @@ class ModelRouter:
         """Nodes whose messages never arrive: they die before their sockets have sent them."""
         self.pending: dict[Incarnation, list[ToRouter]] = defaultdict(list)
 
-    def submit(self, prompt: list[int], max_tokens: int, stop: tuple[int, ...] = ()) -> Client:
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        stop: tuple[int, ...] = (),
+        adapter: Adapter | None = None,
+    ) -> Client:
         client = Client(f"r{len(self.clients)}", prompt, max_tokens, stop, self.world.now)
+        client.adapter = adapter
         self.clients.append(client)
         return client
 
@@ -112,7 +126,11 @@ class ModelRouter:
         self.on_node_lost(node)
 
     def _dispatch(self, client: Client) -> None:
-        ready = [n for n, node in self.world.nodes.items() if node.takes_work]
+        if self.world.adapters.is_gone(client.adapter):
+            self._end(client, GONE)
+            return
+        serving = self.world.adapters.serving(client.adapter)
+        ready = [n for n in serving if self.world.nodes[n].takes_work]
         prefills = [n for n in ready if n.startswith("p")]
         decodes = [n for n in ready if n.startswith("d")]
         if not prefills or not decodes:
@@ -137,6 +155,7 @@ class ModelRouter:
             sampling=SamplingParams(
                 max_tokens=client.max_tokens, seed=1, stop_token_ids=client.stop
             ),
+            adapter=client.adapter,
             age_s=self.world.now - client.accepted,
             prefill_address="tcp://side",
             prefill_incarnation=client.pair[0],

@@ -18,7 +18,7 @@ from common.plan import BatchResult, Notified, PeerAdded, Sample, StepPlan, ToPe
 from common.scheduler import Scheduler
 from decode_node.scheduler import DecodeScheduler
 from prefill_node.scheduler import PrefillScheduler
-from tests.unit.scheduler.world import FINGERPRINT, PAGE_BYTES, settings
+from tests.unit.scheduler.node_settings import FINGERPRINT, PAGE_BYTES, settings
 
 MEMORY = PeerMemory(
     agent_name="d", metadata=b"", base_address=1, num_pages=99, page_bytes=PAGE_BYTES

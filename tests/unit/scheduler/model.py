@@ -2,9 +2,12 @@
 
 KV content is modelled exactly: the KV of a position is a hash over all tokens up to it, computed
 from what the page table says the position before holds. A page that is freed too early, written
-late or read too soon therefore changes tokens, as it would in a real model.
+late or read too soon therefore changes tokens, as it would in a real model, and so does a wrong
+adapter at any position.
 """
 
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from common.messages import Incarnation, Room
@@ -15,22 +18,24 @@ PAGE = 4
 _MODULUS = (1 << 61) - 1
 
 
-def advance(state: int, token: int) -> int:
-    return (state * 1_000_003 + token + 1) % _MODULUS
+def advance(state: int, token: int, adapter: str = "") -> int:
+    """`adapter`: the digest of what the position is computed with; empty for the base model."""
+    salt = zlib.crc32(adapter.encode()) * VOCAB if adapter else 0
+    return (state * 1_000_003 + token + 1 + salt) % _MODULUS
 
 
 def next_token(state: int) -> int:
     return (state * 2_654_435_761 % _MODULUS) % VOCAB
 
 
-def reference(prompt: list[int], count: int) -> list[int]:
+def reference(prompt: list[int], count: int, adapter: str = "") -> list[int]:
     """What an undisturbed greedy run answers."""
     state, output = 7, []
     for token in prompt:
-        state = advance(state, token)
+        state = advance(state, token, adapter)
     for _ in range(count):
         output.append(next_token(state))
-        state = advance(state, output[-1])
+        state = advance(state, output[-1], adapter)
     return output
 
 
@@ -52,8 +57,10 @@ class Memory:
 class FakeRunner:
     """Computes rows against `Memory` the way the real runner does against tensors."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, lora_slots: Mapping[int, str]) -> None:
+        """`lora_slots`: slot -> digest of what is in it; without those that are being filled."""
         self.memory = memory
+        self.lora_slots = lora_slots
         self.tables: dict[int, list[int]] = {}
         self.fail_next = False
 
@@ -70,9 +77,12 @@ class FakeRunner:
             self.tables[row.slot] = []
         table = self.tables[row.slot]
         table += row.new_pages
+        if row.lora_slot is not None and row.lora_slot not in self.lora_slots:
+            raise Violation(f"computed with slot {row.lora_slot}, which is empty or being filled")
+        adapter = "" if row.lora_slot is None else self.lora_slots[row.lora_slot]
         state = 7 if row.start == 0 else self._read(table, row.start - 1)
         for offset, token in enumerate(row.token_ids):
-            state = advance(state, token)
+            state = advance(state, token, adapter)
             position = row.start + offset
             self.memory.cells[table[position // PAGE]][position % PAGE] = state
         return None if row.sample_index is None else Sample(next_token(state))

@@ -23,7 +23,8 @@ from common.messages import (
 from common.modes import PauseMode
 from common.plan import ExpectWrites, Notified
 from tests.unit.scheduler.harness import Driven, decode, generate, landed, running
-from tests.unit.scheduler.world import FINGERPRINT, World
+from tests.unit.scheduler.node_settings import FINGERPRINT
+from tests.unit.scheduler.world import World
 
 
 def outputs(node: Driven) -> list[TokenOutput]:

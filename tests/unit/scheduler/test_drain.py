@@ -34,8 +34,9 @@ from tests.unit.scheduler.harness import (
     running,
 )
 from tests.unit.scheduler.model import VOCAB
+from tests.unit.scheduler.node_settings import FINGERPRINT
 from tests.unit.scheduler.real_router import RealRouter
-from tests.unit.scheduler.world import FINGERPRINT, World
+from tests.unit.scheduler.world import World
 
 
 def may_end(node: Driven) -> bool:

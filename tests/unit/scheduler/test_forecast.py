@@ -4,7 +4,7 @@ from common.lifecycle import State
 from common.messages import Destination, PeerWelcome, Ping
 from decode_node.forecast import SlotForecast
 from tests.unit.scheduler.harness import Driven, decode, generate, landed
-from tests.unit.scheduler.world import FINGERPRINT
+from tests.unit.scheduler.node_settings import FINGERPRINT
 
 
 def linked(*rooms: int, prefill: str = "p", slots: int = 2) -> Driven:

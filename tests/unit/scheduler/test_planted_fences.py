@@ -14,7 +14,8 @@ from decode_node.quarantine import Quarantine, Suspect
 from prefill_node.peers import DecodeLinks
 from tests.unit.scheduler import test_prefill, test_quarantine
 from tests.unit.scheduler.model import VOCAB
-from tests.unit.scheduler.world import LEASE_S, POST_S, World
+from tests.unit.scheduler.node_settings import LEASE_S, POST_S
+from tests.unit.scheduler.world import World
 
 CLOCK_S = LEASE_S + POST_S + 1.0
 """What decode would wait for if a clock were proof."""

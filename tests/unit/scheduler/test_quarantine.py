@@ -23,7 +23,7 @@ from common.plan import DialPeer, ExpectWrites, HangUp, ProbePeer
 from decode_node.quarantine import SETTLE_S
 from decode_node.scheduler import DecodeScheduler
 from tests.unit.scheduler.harness import Driven, decode, generate, landed
-from tests.unit.scheduler.world import FINGERPRINT, LEASE_S, POST_S, STOPPED_S, UNPROVEN_S
+from tests.unit.scheduler.node_settings import FINGERPRINT, LEASE_S, POST_S, STOPPED_S, UNPROVEN_S
 
 WELCOME = PeerWelcome(fingerprint=FINGERPRINT)
 

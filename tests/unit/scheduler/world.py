@@ -13,13 +13,13 @@ from typing import Any
 
 from common.events import FromPeer, FromRouter, PeerClosed, PeerProbed, RouterLost
 from common.messages import (
-    WIRE_VERSION,
     Cancel,
-    Fingerprint,
     Generate,
     Incarnation,
+    LoadAdapter,
     PeerGone,
     PeerMemory,
+    UnloadAdapter,
     decode_notification,
 )
 from common.plan import (
@@ -37,54 +37,23 @@ from common.plan import (
     WriteFailed,
 )
 from common.scheduler import Scheduler
-from common.settings import SchedulerSettings
 from decode_node.scheduler import DecodeScheduler
 from prefill_node.scheduler import PrefillScheduler
+from tests.unit.scheduler.adapters import Adapters
 from tests.unit.scheduler.client import ModelRouter
-from tests.unit.scheduler.model import PAGE, VOCAB, FakeRunner, Memory, PostedWrite, Violation
+from tests.unit.scheduler.loader import Disk, FakeLoader
+from tests.unit.scheduler.model import FakeRunner, Memory, PostedWrite, Violation
 from tests.unit.scheduler.network import Network, memory
+from tests.unit.scheduler.node_settings import LEASE_S, PAGE_BYTES, POST_S, settings
 from tests.unit.scheduler.real_router import RealRouter
 
 ROUTER = "router-1"
-FINGERPRINT = Fingerprint(
-    wire_version=WIRE_VERSION,
-    model="m",
-    dtype="float32",
-    num_layers=1,
-    num_kv_heads=1,
-    head_dim=1,
-    page_size=PAGE,
-)
-LEASE_S, POST_S, TICK_S = 4.0, 1.0, 0.1
-TCP_TIMEOUT_S, UNPROVEN_S, STOPPED_S = 10.0, 30.0, 60.0
+TICK_S, TCP_TIMEOUT_S = 0.1, 10.0
 LATE_S = 0.7
 """Longest that bytes are on their way after their sender's end, or after a network heals."""
 LATE_NOTIFICATIONS, NOTIFIED_LATE_S = 0.2, 6.0
 """Share of notifications that come long after their bytes, and by how much at most: past the lease,
 when the pages may have new owners."""
-PAGE_BYTES = 64
-
-
-def settings(incarnation: str, num_pages: int, **overrides: Any) -> SchedulerSettings:
-    values: dict[str, Any] = {
-        "incarnation": incarnation,
-        "fingerprint": FINGERPRINT,
-        "num_pages": num_pages,
-        "page_size": PAGE,
-        "vocab_size": VOCAB,
-        "max_model_len": 200,
-        "max_running_requests": 4,
-        "chunk_size": 6,
-        "twin_timeout_s": 8.0,
-        "transfer_timeout_s": 20.0,
-        "lease_s": LEASE_S,
-        "longest_post_s": POST_S,
-        "unproven_s": UNPROVEN_S,
-        "stopped_peer_s": STOPPED_S,
-        "sync_s": 0.5,
-        "drain_s": 3.0,
-    }
-    return SchedulerSettings(**values | overrides)
 
 
 @dataclass
@@ -92,12 +61,15 @@ class Node:
     scheduler: Scheduler[Any]
     memory: Memory
     runner: FakeRunner
+    loader: FakeLoader
     inbox: deque[FromRouter | RouterLost] = field(default_factory=deque)
     facts: list[Any] = field(default_factory=list)
     frozen_until: float = 0.0
     leases: dict[Incarnation, float] = field(default_factory=dict)
     peers: set[Incarnation] = field(default_factory=set)
     """Prefill: what the transfer backend knows."""
+    verbs: deque[tuple[int, LoadAdapter | UnloadAdapter]] = field(default_factory=deque)
+    """Of adapters, and their tickets."""
 
     @property
     def takes_work(self) -> bool:
@@ -132,6 +104,8 @@ class World:
         self.late_notifications = LATE_NOTIFICATIONS if reorder else 0.0
         self.born = 0
         self.left: list[Incarnation] = []
+        self.disk = Disk()
+        self.adapters = Adapters(self)
         self.router = router(self)
         for _ in range(prefills):
             self.add_prefill()
@@ -154,7 +128,8 @@ class World:
 
     def _add(self, name: Incarnation, scheduler: Scheduler[Any]) -> Incarnation:
         memory = Memory(self.pages)
-        self.nodes[name] = Node(scheduler, memory, FakeRunner(memory))
+        loader = FakeLoader(self.disk, self.random, scheduler.settings)
+        self.nodes[name] = Node(scheduler, memory, FakeRunner(memory, loader.slots), loader)
         return name
 
     def prefills(self) -> list[Incarnation]:
@@ -179,6 +154,7 @@ class World:
                 self.writes.remove(posted)
         del self.nodes[name]
         self.network.forget(name)
+        self.adapters.forget(name)
 
     def freeze(self, name: Incarnation, seconds: float) -> None:
         """SIGSTOP, and SIGCONT later."""
@@ -214,6 +190,7 @@ class World:
             self.turn(name)
         self.network.deliver()
         self.land()
+        self.adapters.turn()
         self.router.turn()
 
     def turn(self, name: Incarnation) -> None:
@@ -224,6 +201,10 @@ class World:
         scheduler = node.scheduler
         while node.inbox:
             scheduler.handle(node.inbox.popleft(), self.now)
+        while node.verbs:
+            self.adapters.administer(scheduler, *node.verbs.popleft())
+        for event in node.loader.poll(self.now):
+            scheduler.on_adapter(event, self.now)
         facts, node.facts = node.facts, []
         for fact in facts:
             if isinstance(fact, FromPeer | PeerClosed | PeerProbed):
@@ -235,6 +216,8 @@ class World:
             self._transfer(name, node, command)
         for message in plan.messages:
             self._send(name, message)
+        node.loader.submit(plan.adapters, self.now)
+        self.adapters.on_answers(name, plan.answers)
         if scheduler.leave.may_end(self.now, is_empty=scheduler.is_empty):
             self._leave(name)
             return
@@ -254,6 +237,7 @@ class World:
         """Heal the world, run until requests have ended, pages are home, and who leaves is gone."""
         self.repeat = 0.0
         self.network.heal()
+        self.disk.heal()
         for node in self.nodes.values():
             node.frozen_until = 0.0
             node.scheduler.continue_generation()
@@ -268,6 +252,7 @@ class World:
             node.scheduler.kv.num_free == node.scheduler.kv.num_pages
             and not node.scheduler.unfinished()
             and not node.scheduler.leave.under_way
+            and node.loader.is_idle
             for node in self.nodes.values()
         )
 
@@ -393,4 +378,4 @@ class World:
                 )
 
 
-__all__ = ["ROUTER", "Cancel", "Generate", "World", "settings"]
+__all__ = ["ROUTER", "Cancel", "Generate", "World"]
