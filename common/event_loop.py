@@ -1,9 +1,10 @@
 """The one loop of both node roles: facts in, a plan out, one forward pass, again.
 
     drain inbox ─▶ poll transfers ─▶ schedule ─▶ submit transfers ─▶ send ─▶ run batch ─▶ take in
+                   and adapters                  and adapters
 
-It blocks in `wait` whenever there is nothing to compute, and never spins: the transfer and I/O
-threads wake it. Control messages are handled at the top of a turn, so between steps.
+It blocks in `wait` whenever there is nothing to compute, and never spins: the transfer, adapter and
+I/O threads wake it. Control messages are handled at the top of a turn, so between steps.
 """
 
 import logging
@@ -14,6 +15,7 @@ from typing import Any, Protocol, assert_never
 from common.events import AdminDone, AdminRequest, Event, Shutdown
 from common.messages import (
     AbortRequests,
+    AdapterInfo,
     AdminVerb,
     Continue,
     Drain,
@@ -23,7 +25,15 @@ from common.messages import (
     Pause,
     UnloadAdapter,
 )
-from common.plan import Batch, BatchResult, Outgoing, TransferCommand, TransferEvent
+from common.plan import (
+    AdapterCommand,
+    AdapterEvent,
+    Batch,
+    BatchResult,
+    Outgoing,
+    TransferCommand,
+    TransferEvent,
+)
 from common.scheduler import Scheduler
 from common.stats import RequestEnd, StageSample
 
@@ -44,6 +54,14 @@ class Transfers(Protocol):
     def poll(self) -> list[TransferEvent]: ...
 
 
+class Adapters(Protocol):
+    """The engine thread's side of what reads and places adapters; neither call blocks."""
+
+    def submit(self, commands: Sequence[AdapterCommand]) -> None: ...
+
+    def poll(self) -> list[AdapterEvent]: ...
+
+
 class Port(Protocol):
     """The engine thread's side of the I/O thread."""
 
@@ -57,6 +75,7 @@ class Port(Protocol):
         self,
         stats: NodeStats,
         *,
+        adapters: tuple[AdapterInfo, ...],
         samples: Sequence[StageSample],
         transferred: Sequence[tuple[int, float]],
         ends: Sequence[RequestEnd],
@@ -71,6 +90,7 @@ class EventLoop:
         scheduler: Scheduler[Any],
         runner: Runner,
         transfers: Transfers,
+        adapters: Adapters,
         port: Port,
         *,
         tick_s: float = 0.5,
@@ -79,6 +99,7 @@ class EventLoop:
         self._scheduler = scheduler
         self._runner = runner
         self._transfers = transfers
+        self._adapters = adapters
         self._port = port
         self._tick_s = tick_s
         self._clock = clock
@@ -94,11 +115,17 @@ class EventLoop:
             self._take_in(event, replies)
         for fact in self._transfers.poll():
             self._scheduler.on_transfer(fact, self._clock())
+        for outcome in self._adapters.poll():
+            self._scheduler.on_adapter(outcome, self._clock())
         plan = self._scheduler.schedule(self._clock())
         if plan.transfers:
             self._transfers.submit(plan.transfers)
-        if plan.messages or replies:
-            self._port.send((*plan.messages, *replies))
+        if plan.adapters:
+            self._adapters.submit(plan.adapters)
+        if plan.answers:
+            self._publish()  # routers see the change before they hear that it was made
+        if plan.messages or replies or plan.answers:
+            self._port.send((*plan.messages, *replies, *plan.answers))
         if self._may_end():
             return False
         if plan.batch is not None:
@@ -136,6 +163,7 @@ class EventLoop:
         report = self._scheduler.take_report()
         self._port.publish(
             report.stats,
+            adapters=self._scheduler.adapters,
             samples=report.samples,
             transferred=report.transferred,
             ends=report.ends,
@@ -146,7 +174,8 @@ class EventLoop:
         try:
             match event:
                 case AdminRequest(ticket, verb):
-                    replies.append(self._administer(ticket, verb))
+                    done = self._administer(ticket, verb)
+                    replies += [] if done is None else [done]
                 case Shutdown(at_once):
                     self._leave(at_once=at_once)
                 case _:
@@ -155,7 +184,8 @@ class EventLoop:
             log.exception("could not handle %s", type(event).__name__)
             self._scheduler.counters["internal_errors"] += 1
 
-    def _administer(self, ticket: int, verb: AdminVerb) -> AdminDone:
+    def _administer(self, ticket: int, verb: AdminVerb) -> AdminDone | None:
+        """The verb's answer, or None where it will be in a plan."""
         scheduler = self._scheduler
         match verb:
             case Pause(mode):
@@ -172,8 +202,12 @@ class EventLoop:
                 return AdminDone(ticket, True, "draining")
             case AbortRequests(rid):
                 return AdminDone(ticket, True, f"aborted {scheduler.abort_requests(rid)}")
-            case LoadAdapter() | UnloadAdapter():
-                return AdminDone(ticket, False, "this node serves no adapters")
+            case LoadAdapter():
+                scheduler.load_adapter(ticket, verb)
+                return None
+            case UnloadAdapter():
+                scheduler.unload_adapter(ticket, verb)
+                return None
             case _:
                 assert_never(verb)
 

@@ -43,6 +43,7 @@ class Ledger:
                 prompt_tokens=len(req.prompt_ids),
                 output_tokens=len(req.output_ids),
                 stages={name: at - req.added for name, at in req.stages.items()},
+                adapter="" if req.adapter is None else req.adapter.name,
             )
         )
 

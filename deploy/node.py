@@ -1,7 +1,7 @@
 """The composition root of a node, and the only code that looks at `DisaggregationMode`.
 
     model ─▶ page pool ─▶ transfer (pool registered) ─▶ I/O thread ─▶ scheduler ─▶ event loop
-                                                           └─ Hello to the routers, last of all
+      └────▶ slots and loader of adapters                  └─ Hello to the routers, last of all
 
 The mode selects the scheduler subclass and the node's side of the peer link; from then on nothing
 asks which half of a request this process serves. A router hears of a node only when its model, pool
@@ -26,6 +26,8 @@ from common.credentials import ClusterKeys
 from common.engine.cpu import set_num_threads
 from common.engine.errors import ModelError
 from common.engine.loader import LoadedModel, load_model
+from common.engine.lora.loader import AdapterLoader
+from common.engine.lora.pool import LoraPool
 from common.engine.runner import ModelRunner
 from common.engine.spec import fingerprint
 from common.event_loop import EventLoop
@@ -161,7 +163,8 @@ def _compose(
     model = load_model(folder, config.dtype)
     max_model_len = choose_max_model_len(config.max_model_len, model.spec.max_positions)
     cache = _make_cache(config, model)
-    runner = ModelRunner(model, cache, config.max_running_requests, max_model_len)
+    slots = LoraPool(model.spec, model.dtype, config.max_loras_per_batch, config.max_lora_rank)
+    runner = ModelRunner(model, cache, config.max_running_requests, max_model_len, slots)
     runner.warm_up()
 
     transfer = _register(nixl_params, cache, identity)
@@ -173,10 +176,13 @@ def _compose(
     # more. (Closing twice is harmless; the first entry is for an `io` that does not start.)
     stack.callback(transfer.close)
     transfer.start(io.wake)
+    adapters = AdapterLoader(model.spec, slots)
+    stack.callback(adapters.close)
+    adapters.start(io.wake)
 
     agreed = fingerprint(model.spec, model.digest, model.dtype_name, config.page_size)
     settings = _scheduler_settings(config, identity, agreed, cache, model, max_model_len)
-    loop = EventLoop(half.make_scheduler(settings, cache), runner, transfer, io)
+    loop = EventLoop(half.make_scheduler(settings, cache), runner, transfer, adapters, io)
     registration = Registration(
         served_model_name=config.served_model_name or config.model.rstrip("/").rpartition("/")[2],
         fingerprint=agreed,

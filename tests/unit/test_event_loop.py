@@ -7,11 +7,13 @@ from common.event_loop import EventLoop
 from common.events import AdminDone, AdminRequest, Event, FromPeer, FromRouter, Shutdown
 from common.messages import (
     AbortRequests,
+    AdapterInfo,
     Continue,
     Drain,
     Failed,
     FailureKind,
     FlushCache,
+    LoadAdapter,
     NodeState,
     NodeStats,
     Pause,
@@ -19,12 +21,18 @@ from common.messages import (
     PeerHello,
     Retracted,
     Tokens,
+    UnloadAdapter,
 )
 from common.modes import PauseMode
 from common.plan import (
+    AdapterCommand,
+    AdapterEvent,
+    AdapterFailed,
+    AdapterRead,
     Batch,
     BatchResult,
     PeerAdded,
+    ReadAdapter,
     Sample,
     ToPeerMsg,
     ToRouterMsg,
@@ -45,7 +53,9 @@ class Recorder:
         self.did: list[str] = []
         self.sent: list[Any] = []
         self.stats = NodeStats()
+        self.adapters: tuple[AdapterInfo, ...] = ()
         self.error: Exception | None = None
+        self.disk = Disk()
 
     def drain(self) -> list[Event]:
         events, self.inbox = self.inbox, []
@@ -72,16 +82,34 @@ class Recorder:
     def wait(self, timeout_s: float) -> None:
         self.did.append("wait")
 
-    def publish(self, stats: NodeStats, **_: object) -> None:
+    def publish(self, stats: NodeStats, *, adapters: tuple[AdapterInfo, ...], **_: object) -> None:
+        if adapters != self.adapters:
+            self.did.append(f"publish {[adapter.name for adapter in adapters]}")
+        self.adapters = adapters
         if stats.state is not self.stats.state:
             self.did.append(f"publish {stats.state}")
         self.stats = stats
 
 
+class Disk:
+    """What reads adapters; a test says what came of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[AdapterCommand] = []
+        self.events: list[AdapterEvent] = []
+
+    def submit(self, commands: Sequence[AdapterCommand]) -> None:
+        self.asked += commands
+
+    def poll(self) -> list[AdapterEvent]:
+        events, self.events = self.events, []
+        return events
+
+
 def make() -> tuple[EventLoop, Recorder, PrefillScheduler]:
     recorder = Recorder()
     scheduler = PrefillScheduler(settings("p", 24), PAGE_BYTES)
-    loop = EventLoop(scheduler, recorder, recorder, recorder, clock=lambda: 0.0)
+    loop = EventLoop(scheduler, recorder, recorder, recorder.disk, recorder, clock=lambda: 0.0)
     recorder.inbox.append(FromPeer("d", 1, HELLO))
     recorder.facts.append(PeerAdded("d"))
     loop.turn()
@@ -175,3 +203,62 @@ def test_the_state_is_published_before_anything_is_handed_over() -> None:
     assert not loop.turn()
     assert recorder.did[:2] == ["publish draining", "send"]
     assert recorder.sent[-1] == AdminDone(3, True, "draining")
+
+
+def answers(recorder: Recorder) -> list[AdminDone]:
+    return [message for message in recorder.sent if isinstance(message, AdminDone)]
+
+
+def test_an_adapter_is_published_before_its_load_is_answered() -> None:
+    loop, recorder, _ = make()
+    recorder.inbox.append(AdminRequest(7, LoadAdapter(name="a", path="/a")))
+    loop.turn()
+    (command,) = recorder.disk.asked
+    assert isinstance(command, ReadAdapter)
+    assert command.path == "/a"
+    assert answers(recorder) == []
+    assert "run" in recorder.did, "steps go on while it is read"
+    recorder.disk.events.append(AdapterRead(command.adapter, "digest", 8))
+    recorder.did.clear()
+    loop.turn()
+    assert recorder.did[-3:] == ["publish ['a']", "send", "run"]
+    (done,) = answers(recorder)
+    assert (done.ticket, done.ok, done.digest) == (7, True, "digest")
+    assert recorder.adapters == (AdapterInfo(name="a", digest="digest", path="/a", rank=8),)
+
+
+def test_an_adapter_that_cannot_be_read_is_answered_with_the_reason() -> None:
+    loop, recorder, _ = make()
+    recorder.inbox.append(AdminRequest(7, LoadAdapter(name="a", path="/a")))
+    loop.turn()
+    (command,) = recorder.disk.asked
+    assert isinstance(command, ReadAdapter)
+    recorder.disk.events.append(AdapterFailed(command.adapter, "incompatible: too wide"))
+    loop.turn()
+    (done,) = answers(recorder)
+    assert (done.ticket, done.ok) == (7, False)
+    assert "incompatible: too wide" in done.message
+    assert recorder.adapters == ()
+
+
+def test_routers_hear_that_an_adapter_is_gone_before_the_unload_is_answered() -> None:
+    loop, recorder, _ = make()
+    recorder.inbox.append(AdminRequest(7, LoadAdapter(name="a", path="/a")))
+    loop.turn()
+    (command,) = recorder.disk.asked
+    assert isinstance(command, ReadAdapter)
+    recorder.disk.events.append(AdapterRead(command.adapter, "digest", 8))
+    loop.turn()
+    recorder.did.clear()
+    recorder.inbox.append(AdminRequest(8, UnloadAdapter("a")))
+    loop.turn()
+    assert recorder.did.index("publish []") < recorder.did.index("send")
+    assert [(done.ticket, done.ok) for done in answers(recorder)] == [(7, True), (8, True)]
+
+
+def test_a_load_under_way_is_answered_when_the_node_leaves() -> None:
+    loop, recorder, _ = make()
+    recorder.inbox += [AdminRequest(7, LoadAdapter(name="a", path="/a")), Shutdown(at_once=True)]
+    while loop.turn():
+        assert len(recorder.did) < 50
+    assert [(done.ticket, done.ok) for done in answers(recorder)] == [(7, False)]
