@@ -18,7 +18,17 @@ from common.credentials import ClusterKeys, KeyRing
 from router.errors import forbidden, unauthorized
 
 ADMIN_PATHS = frozenset(
-    {"/pause_generation", "/continue_generation", "/abort_request", "/flush_cache", "/drain"}
+    {
+        "/pause_generation",
+        "/continue_generation",
+        "/abort_request",
+        "/flush_cache",
+        "/drain",
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+    }
 )
 OPEN_PATHS = frozenset({"/live", "/metrics"})
 OPEN_PREFIX = "/health"

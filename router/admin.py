@@ -34,6 +34,16 @@ class NodeAnswer:
     late: bool = False
     """It has not answered in time, but still may do what it was asked."""
 
+    def info(self) -> dict[str, object]:
+        """For the client that asked."""
+        return {
+            "name": self.name,
+            "role": self.role,
+            "incarnation": self.incarnation,
+            "ok": self.ok,
+            "message": self.message,
+        }
+
 
 @dataclass(slots=True, eq=False)
 class _Round:

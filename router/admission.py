@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from common.messages import Adapter
 from router.errors import ApiError, too_busy
 from router.prepared import ChoiceSpec
 from router.rates import RateMeter
@@ -37,6 +38,7 @@ class Refusal(StrEnum):
     WAIT = "wait"
     KV = "kv"
     NO_NODE = "no_node"
+    NO_ADAPTER = "no_adapter"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,7 @@ class Demand:
     choices: int = 1
     prompt_tokens: int = 0
     kv_tokens: int = 0
+    adapters: frozenset[Adapter] = frozenset()
 
     @classmethod
     def of(cls, choices: Sequence[ChoiceSpec]) -> "Demand":
@@ -63,6 +66,7 @@ class Demand:
         return cls(
             choices=len(choices),
             prompt_tokens=sum(len(choice.prompt_ids) for choice in choices),
+            adapters=frozenset(c.adapter for c in choices if c.adapter is not None),
             kv_tokens=sum(held_tokens(len(c.prompt_ids), c.sampling.max_tokens) for c in choices),
         )
 

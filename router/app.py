@@ -14,13 +14,17 @@ from aiohttp import web
 from common.credentials import ClusterKeys
 from common.http_log import HTTPLog
 from router.access import Access, demand_keys
+from router.adapter_verbs import AdapterLimits
+from router.adapters import AdapterCatalogue
 from router.admission import AdmissionLimits
-from router.config import RouterConfig
+from router.config import RouterConfig, parse_adapters
 from router.dispatcher import Dispatcher
 from router.errors import unavailable
 from router.http import HttpLimits, shield_errors
 from router.limits import Limits
+from router.lora_api import LoraApi
 from router.metrics import RouterMetrics
+from router.model_names import ModelNames
 from router.nodes import NodeRegistry
 from router.openai_api import OpenAIApi
 from router.policies import make_choice
@@ -68,9 +72,9 @@ async def serve(
     random = SystemRandom()  # rooms and seeds must not repeat between routers or restarts
     codec = load_codec(model_path)
     info = load_model_info(model_path, codec)
-    name = config.served_model_name or config.model.rstrip("/").rpartition("/")[2]
     service = _service(config, random, end or asyncio.Event(), access.keys)
-    preparer = Preparer(codec, info, service.registry, config, name, random)
+    names = ModelNames(config.model_name, config.model, service.adapters)
+    preparer = Preparer(codec, info, service.registry, config, names, random)
     runner = _runner(_application(config, access, service, preparer), service)
     try:
         node_port = service.start(config.node_host, config.node_port)
@@ -93,6 +97,7 @@ async def serve(
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(0)  # the handlers write their last words
         await runner.cleanup()
+        await service.adapter_verbs.close(SHUTDOWN_S)
         await service.stop()
 
 
@@ -100,17 +105,27 @@ def _service(
     config: RouterConfig, random: SystemRandom, end: asyncio.Event, keys: ClusterKeys | None
 ) -> RouterService:
     registry = NodeRegistry(f"router-{uuid4().hex}", config.node_timeout_s)
+    adapters = AdapterCatalogue()
+    for name, path in parse_adapters(config.lora).items():
+        adapters.want(name, path)
     dispatcher = Dispatcher(
         registry,
         _limits(config),
         choose_prefill=make_choice(config.prefill_policy, random),
         choose_decode=make_choice(config.decode_policy, random),
         random=random,
+        adapters=adapters,
     )
     return RouterService(
         registry,
         dispatcher,
         RouterMetrics(),
+        adapters=adapters,
+        adapter_limits=AdapterLimits(
+            load_timeout_s=config.lora_load_timeout_s,
+            unload_timeout_s=config.lora_unload_timeout_s,
+            roll_back_s=config.admin_timeout_s,
+        ),
         heartbeat_s=config.heartbeat_s,
         admin_timeout_s=config.admin_timeout_s,
         asked_to_end=end,
@@ -148,6 +163,7 @@ def _application(
     sglang = SglangApi(service, preparer, metrics, limits, config.health_timeout_s)
     app.add_routes(OpenAIApi(service, preparer, metrics, limits).routes())
     app.add_routes(sglang.routes())
+    app.add_routes(LoraApi(service, preparer.names, config.body_timeout_s).routes())
     app.add_routes(ServerApi(service, preparer, metrics).routes())
     return app
 

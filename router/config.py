@@ -3,9 +3,11 @@
 Every field is a flag (`node_timeout_s` is `--node-timeout-s`) and its docstring the flag's help.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from common.adapter_names import name_problem, path_problem
 from common.config import DEFAULT_MODEL
 
 PolicyName = Literal["random", "round_robin", "least_loaded"]
@@ -26,6 +28,8 @@ _POSITIVE = (
     "node_wait_s",
     "request_timeout_s",
     "admin_timeout_s",
+    "lora_load_timeout_s",
+    "lora_unload_timeout_s",
     "health_timeout_s",
     "backoff_s",
 )
@@ -90,6 +94,15 @@ class RouterConfig:
     """Longest life of a request, and what a longer `timeout_s` is cut to; the pause counts."""
     admin_timeout_s: float = 30.0
     """How long an administrative verb waits for the nodes' replies."""
+    lora: tuple[str, ...] = ()
+    """LoRA adapters to load when nodes join, name=path; repeatable. A path is a local folder on
+    the nodes or a Hugging Face id."""
+    lora_load_timeout_s: float = 300.0
+    """How long an adapter may take to load on all nodes, or on one that joins; then the load is
+    undone, or the node works without it."""
+    lora_unload_timeout_s: float = 600.0
+    """How long an unload waits for the adapter's running requests; then 503, and whoever asks again
+    goes on waiting."""
     drain_s: float = 30.0
     """Asked to end, the router takes nothing new and lets requests finish for so long."""
     health_timeout_s: float = 20.0
@@ -109,8 +122,8 @@ class RouterConfig:
     """File with the keys of clients, one a line; those in PDSERVE_API_KEYS (comma separated) count
     as well."""
     admin_key_file: str | None = None
-    """File with keys that alone may pause, abort, drain and flush; PDSERVE_ADMIN_KEYS counts as
-    well. Without any, a client's key may."""
+    """File with keys that alone may pause, abort, drain, flush and load adapters;
+    PDSERVE_ADMIN_KEYS counts as well. Without any, a client's key may."""
     allow_insecure_bind: bool = False
     """Listen beyond the loopback without API keys or a cluster secret: whoever can reach the ports
     may use them."""
@@ -127,5 +140,33 @@ class RouterConfig:
         for field in ("port", "node_port"):
             if not 0 <= getattr(self, field) < 65536:
                 raise ValueError(f"{field} must be in [0, 65535], not {getattr(self, field)}")
+        for name in parse_adapters(self.lora):
+            if name in (self.model_name, self.model):
+                raise ValueError(f"lora {name!r}: that is the model's own name")
         if self.heartbeat_s >= self.node_timeout_s:
             raise ValueError("heartbeat_s must be shorter than node_timeout_s")
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.served_model_name or self.model.rstrip("/").rpartition("/")[2]
+
+
+def parse_adapters(flags: Sequence[str]) -> dict[str, str]:
+    """Adapters to their paths, of `name=path` flags.
+
+    Raises:
+        ValueError: one that cannot be an adapter, or a name twice.
+    """
+    paths: dict[str, str] = {}
+    for flag in flags:
+        name, equals, path = flag.partition("=")
+        problem = name_problem(name) or path_problem(path)
+        if not equals:
+            problem = "give name=path"
+        elif name in paths:
+            problem = "the name is given twice"
+        if problem is not None:
+            raise ValueError(f"lora {flag[:300]!r}: {problem}")
+        paths[name] = path
+    return paths

@@ -27,10 +27,11 @@ from common.messages import (
     TokenOutput,
 )
 from common.modes import PauseMode
+from router.adapters import AdapterCatalogue
 from router.admission import Backlog, Demand
 from router.attempts import AttemptTable, Gap, generate_pair, news_of, outlived
 from router.effects import Effects, Send
-from router.errors import ApiError, invalid, timed_out, unavailable
+from router.errors import ApiError, invalid, timed_out
 from router.intake import Intake
 from router.jobs import JobTable
 from router.limits import Limits
@@ -65,7 +66,9 @@ class Dispatcher:
         choose_prefill: Choose,
         choose_decode: Choose,
         random: Random,
+        adapters: AdapterCatalogue | None = None,
     ) -> None:
+        """`adapters`: those that jobs may wait for; none if not given."""
         self._registry = registry
         self._limits = limits
         self._random = random
@@ -75,7 +78,8 @@ class Dispatcher:
         self._waiting, self._load = self.intake.waiting, self.intake.load
         self.jobs = JobTable(random)
         self._attempts = AttemptTable(random)
-        self._stranded = StrandedWatch(registry, limits.node_wait_s)
+        adapters = adapters or AdapterCatalogue()
+        self._stranded = StrandedWatch(registry, adapters, limits.node_wait_s)
         self._freed = False
         """Whether nodes may have room since the queue was last served."""
         self._effects = Effects()
@@ -280,10 +284,8 @@ class Dispatcher:
             self._abort_attempt(job)
             self._fail(job, timed_out(TOO_LONG), now)
         self.dispatch(now)
-        for job in self._stranded.overdue(self.jobs, now, idle=not self._waiting):
-            why = self._registry.missing() or "no node that is left can hold the request"
-            before = f"; before that: {job.last_fault}" if job.last_fault else ""
-            self._fail(job, unavailable(why + before), now)
+        for job, error in self._stranded.overdue(self.jobs, now, idle=not self._waiting):
+            self._fail(job, error, now)
 
     def drain(self) -> Effects:
         """Take the effects of all calls since the last time."""

@@ -80,6 +80,11 @@ def not_found(message: str, param: str | None, code: str) -> ApiError:
     return ApiError(404, message, param=param, code=code)
 
 
+def no_adapter(name: str) -> ApiError:
+    """Of a request; in the words for any model that is not there."""
+    return not_found(f"the adapter {name[:256]!r} is not loaded", "model", "model_not_found")
+
+
 def too_busy(message: str, retry_after_s: int = 1) -> ApiError:
     return ApiError(429, message, code="overloaded", retry_after_s=retry_after_s)
 

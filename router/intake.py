@@ -41,6 +41,11 @@ class Intake:
         if missing is not None:
             self.admission.refused[Refusal.NO_NODE] += 1
             raise unavailable(missing)
+        for adapter in demand.adapters if not self._registry.is_equipping() else ():
+            missing = self._registry.missing(adapter)
+            if missing is not None:
+                self.admission.refused[Refusal.NO_ADAPTER] += 1
+                raise unavailable(missing, "adapter_unavailable")
         self.admission.check(demand, self.backlog(priority, unfinished), now)
 
     def backlog(self, priority: int, unfinished: int) -> Backlog:

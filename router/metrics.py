@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from common.label_budget import LabelBudget
 from router.requests import Job
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -64,6 +65,13 @@ class RouterMetrics:
         self._output_tokens = Counter(
             "pdserve_router_output_tokens", "Tokens emitted.", registry=registry
         )
+        self._lora_requests = Counter(
+            "pdserve_router_lora_requests", "Ended choices.", ["adapter"], registry=registry
+        )
+        self._lora_tokens = Counter(
+            "pdserve_router_lora_output_tokens", "Of ended choices.", ["adapter"], registry=registry
+        )
+        self._lora_labels = LabelBudget()
         self._ttft = _histogram("time_to_first_token", "From acceptance to first token.", registry)
         self._inter_token = _histogram("inter_token", "Between two tokens of a choice.", registry)
         self._e2e = _histogram("request", "From acceptance to the end.", registry)
@@ -90,6 +98,10 @@ class RouterMetrics:
         self._requests.labels(job.outcome).inc()
         self._prompt_tokens.inc(len(job.prompt_ids))
         self._cached_tokens.inc(job.cached_tokens)
+        if job.adapter is not None:
+            label = self._lora_labels.label(job.adapter.name)
+            self._lora_requests.labels(label).inc()
+            self._lora_tokens.labels(label).inc(len(job.output_ids))
         if job.replays:
             self._replays.inc()
         if times.dispatched is not None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.messages import Hello, Incarnation, NodeState, NodeStats, PeerNode
+from common.messages import Adapter, AdapterInfo, Hello, Incarnation, NodeState, NodeStats, PeerNode
 from common.modes import DisaggregationMode
 
 
@@ -22,7 +22,7 @@ class Loss(StrEnum):
     """Messages on the way here were lost."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Node:
     """One linked incarnation."""
 
@@ -36,6 +36,10 @@ class Node:
     linked: bool = True
     pausing: int = 0
     """Pauses on their way to it."""
+    adapters: dict[str, AdapterInfo] | None = None
+    """What it can serve, by name, as it said last; None until it has, and after a gap."""
+    syncing: bool = False
+    """It is being given the adapters of the cluster."""
     told: tuple[PeerNode, ...] = ()
     """Decode: the prefill nodes it was last told of."""
     next_from: int = 2
@@ -47,7 +51,20 @@ class Node:
 
     @property
     def takes_work(self) -> bool:
-        return self.linked and self.state is NodeState.READY and not self.pausing
+        ready = self.linked and self.state is NodeState.READY and not self.pausing
+        return ready and self.is_equipped
+
+    @property
+    def is_equipped(self) -> bool:
+        """Whether it has told its adapters and was given those it lacked."""
+        return self.adapters is not None and not self.syncing
+
+    def holds(self, adapter: Adapter | None) -> bool:
+        """Whether it can serve this very content under this name; every node has the base model."""
+        if adapter is None:
+            return True
+        info = (self.adapters or {}).get(adapter.name)
+        return info is not None and info.digest == adapter.digest
 
     @property
     def stays(self) -> bool:

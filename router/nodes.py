@@ -10,7 +10,8 @@
 Identity is the incarnation, and a restarted node is a new one: it takes over its predecessor's
 name, while a second live node of one name is refused. Numbers count from 1 with each Hello on the
 way up and from 1 with each Welcome on the way down; a jump on the way up means that messages were
-lost, so every attempt on that node has failed.
+lost, so every attempt on that node has failed, and it is asked to greet anew: its adapters or an
+answer may be among what was lost.
 
 "Greet me" is a `Ping` numbered 0: to a node it is a gap, or a new router, and both make it end the
 rooms it holds for this router and say Hello.
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 
 from common.messages import (
     WIRE_VERSION,
+    Adapter,
     Envelope,
     Failed,
     FailureKind,
@@ -31,6 +33,7 @@ from common.messages import (
     Hello,
     Incarnation,
     Introduction,
+    NodeAdapters,
     NodeState,
     PeerNode,
     Peers,
@@ -109,6 +112,8 @@ class NodeRegistry:
         if envelope.seq < node.next_from:
             return Received(dropped="stale_node_messages")
         loss = None if envelope.seq == node.next_from else Loss.GAP
+        if loss is not None:
+            node.adapters = None  # a list may be among what was lost: greeted anew it says all
         node.next_from = envelope.seq + 1
         node.heard_at = now
         node.routing_id = routing_id
@@ -116,6 +121,8 @@ class NodeRegistry:
             case Heartbeat(stats=stats, step_age_s=age):
                 node.stats, node.step_age_s = stats, age
                 node.note_state(stats.state)
+            case NodeAdapters(adapters):
+                node.adapters = {info.name: info for info in adapters}
             case Failed(kind=FailureKind.DRAINING):
                 node.note_state(NodeState.DRAINING)
             case Goodbye():
@@ -123,7 +130,7 @@ class NodeRegistry:
                 return Received(loss=Loss.LEFT)
             case _:
                 pass
-        return Received(loss=loss, body=body)
+        return Received(loss=loss, greet_me=loss is not None, body=body)
 
     def _on_hello(
         self,
@@ -234,16 +241,19 @@ class NodeRegistry:
         """Longest prompt plus output that every node takes."""
         return min((n.hello.max_model_len for n in self._nodes.values()), default=otherwise)
 
-    def capacity_tokens(self) -> int | None:
-        """Most tokens of KV that some pair can hold, paused or not; None if there is no pair."""
+    def capacity_tokens(self, adapter: Adapter | None = None) -> int | None:
+        """Most tokens of KV that some pair with an adapter can hold, paused or not; None if there
+        is no pair."""
+        prefills, decodes = (
+            [node for node in self.of_role(role) if node.stays and node.holds(adapter)]
+            for role in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
+        )
         return max(
             (
                 min(prefill.capacity_tokens, decode.capacity_tokens)
-                for prefill in self.of_role(DisaggregationMode.PREFILL)
-                for decode in self.of_role(DisaggregationMode.DECODE)
-                if prefill.stays
-                and decode.stays
-                and decode.hello.fingerprint == prefill.hello.fingerprint
+                for prefill in prefills
+                for decode in decodes
+                if decode.hello.fingerprint == prefill.hello.fingerprint
             ),
             default=None,
         )
@@ -253,14 +263,21 @@ class NodeRegistry:
         decodes = self.of_role(DisaggregationMode.DECODE)
         return sum(node.capacity_tokens for node in decodes if node.stays)
 
-    def missing(self) -> str | None:
-        """Why no pair of nodes can work, also after a pause; None if one can."""
+    def missing(self, adapter: Adapter | None = None) -> str | None:
+        """Why no pair of nodes can work with an adapter, also after a pause; None if one can."""
         for role in DisaggregationMode:
-            if not any(node.stays for node in self.of_role(role)):
+            staying = [node for node in self.of_role(role) if node.stays]
+            if not staying:
                 return f"no {role} node is available"
-        if self.capacity_tokens() is None:
+            if adapter is not None and not any(node.holds(adapter) for node in staying):
+                return f"no {role} node that is left has adapter {adapter.name!r}"
+        if self.capacity_tokens(adapter) is None:
             return "no prefill node fits a decode node: " + "; ".join(self.mismatches())
         return None
+
+    def is_equipping(self) -> bool:
+        """Whether a node may soon have adapters that it has not now."""
+        return any(node.stays and not node.is_equipped for node in self._nodes.values())
 
     def unready(self) -> str | None:
         """Why a request that came now could not be served; None if a pair could, also one that is
@@ -268,12 +285,16 @@ class NodeRegistry:
         missing = self.missing()
         if missing is not None:
             return missing
+        reason = "no decode node has shaken hands with a prefill node yet"
         for decode in self.of_role(DisaggregationMode.DECODE):
             for peer in decode.stats.linked_peers:
                 prefill = self.get(peer)
-                if decode.stays and prefill is not None and prefill.stays:
+                if not decode.stays or prefill is None or not prefill.stays:
+                    continue
+                if decode.is_equipped and prefill.is_equipped:
                     return None
-        return "no decode node has shaken hands with a prefill node yet"
+                reason = "nodes are being given the adapters of the cluster"
+        return reason
 
     def mismatches(self) -> list[str]:
         """In which fields prefill and decode nodes that cannot work together differ."""

@@ -7,6 +7,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
+from router.adapters import AdapterState, Entry
 from router.arrivals import Arrival
 from router.errors import ApiError, invalid
 from router.generation import Generation
@@ -73,7 +74,7 @@ class OpenAIApi:
             prepared = await self._preparer.completion(body)
 
             def bodies() -> Bodies:
-                head = self._head(f"cmpl-{arrival.rid}")
+                head = self._head(f"cmpl-{arrival.rid}", body.model)
                 return CompletionBodies(head, self._codec, prepared.prompt_texts, prepared.n)
 
             return await self._answer(request, body, arrival, terms, prepared, bodies)
@@ -84,7 +85,7 @@ class OpenAIApi:
             prepared = await self._preparer.chat(body)
 
             def bodies() -> Bodies:
-                return ChatBodies(self._head(f"chatcmpl-{arrival.rid}"), self._codec)
+                return ChatBodies(self._head(f"chatcmpl-{arrival.rid}", body.model), self._codec)
 
             return await self._answer(request, body, arrival, terms, prepared, bodies)
 
@@ -99,8 +100,8 @@ class OpenAIApi:
         self._service.check_arrival(arrival, terms)
         return body, terms
 
-    def _head(self, answer_id: str) -> Head:
-        name = self._preparer.served_model_name
+    def _head(self, answer_id: str, model: str | None) -> Head:
+        name = model or self._preparer.names.served
         return Head(answer_id, int(time.time()), name, self._eos)
 
     async def _answer(
@@ -134,20 +135,24 @@ class OpenAIApi:
     # ------------------------------------------------------------ models
 
     async def models(self, _request: web.Request) -> web.Response:
-        return json_response({"object": "list", "data": [self._card()]})
+        usable = [e for e in self._service.adapters.entries() if e.state is AdapterState.READY]
+        cards = [self._card(None), *(self._card(entry) for entry in usable)]
+        return json_response({"object": "list", "data": cards})
 
     async def model(self, request: web.Request) -> web.Response:
-        self._preparer.check_model(request.match_info["name"])
-        return json_response(self._card())
+        entry = self._preparer.names.entry(request.match_info["name"])
+        return json_response(self._card(entry))
 
-    def _card(self) -> dict[str, object]:
+    def _card(self, adapter: Entry | None) -> dict[str, object]:
+        """Of the model itself, or of an adapter of it."""
+        base = self._preparer.names.served
         return {
-            "id": self._preparer.served_model_name,
+            "id": base if adapter is None else adapter.name,
             "object": "model",
             "created": self._started,
             "owned_by": "pdserve",
-            "root": self._preparer.info.root,
-            "parent": None,
+            "root": self._preparer.info.root if adapter is None else adapter.path,
+            "parent": None if adapter is None else base,
             "max_model_len": self._preparer.max_model_len,
         }
 
@@ -155,7 +160,7 @@ class OpenAIApi:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         body = decode_body(_tokenize, await read_body(request))
-        self._preparer.check_model(body.model)
+        self._preparer.names.entry(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("give either prompt or messages", "prompt")
         if body.prompt is not None:
@@ -177,7 +182,7 @@ class OpenAIApi:
 
     async def detokenize(self, request: web.Request) -> web.Response:
         body = decode_body(_detokenize, await read_body(request))
-        self._preparer.check_model(body.model)
+        self._preparer.names.entry(body.model)
         limit = self._preparer.info.vocab_size
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < limit:
             raise invalid(f"tokens must be in [0, {limit})", "tokens")

@@ -2,12 +2,14 @@
 
 Nodes get what they can soon run and a little more; the rest waits here. A job that must wait for
 room keeps the nodes it waits for from those behind it, so that a large one is not overtaken for
-ever; those behind it may still go to nodes that it could not use anyway.
+ever; those behind it may still go to nodes that it could not use anyway. A job with an adapter can
+use the nodes that hold its very content; where none of these has anything left, all jobs of that
+adapter are passed over at once.
 """
 
 from collections.abc import Iterator
 
-from common.messages import Incarnation
+from common.messages import Adapter, Incarnation
 from common.modes import DisaggregationMode
 from router.load import LoadBook
 from router.nodes import NodeRegistry
@@ -42,8 +44,9 @@ class Placement:
         """
         skipped: list[Job] = []
         kept: set[Incarnation] = set()
-        for job in waiting.take_ready():
-            prefills, decodes = self._candidates(kept, tokens_per_s)
+        passed: set[Adapter | None] = set()
+        for job in waiting.take_ready(passed):
+            prefills, decodes = self._candidates(job.adapter, kept, tokens_per_s)
             pair = self._pick(job, prefills, decodes)
             if isinstance(pair, Pair):
                 yield job, pair
@@ -52,14 +55,16 @@ class Placement:
             if isinstance(pair, Full):
                 kept |= pair.nodes
             left = {c.incarnation for c in prefills} - kept, {c.incarnation for c in decodes} - kept
-            if not all(left) or len(skipped) >= MAX_SKIPPED:
-                break
+            if not all(left):
+                passed.add(job.adapter)
+            if None in passed or len(skipped) >= MAX_SKIPPED:
+                break  # what no job of the base model can use, nobody can
         for job in skipped:
             waiting.put(job)
 
     def has_room(self, tokens_per_s: float) -> bool:
         """Whether some pair of nodes would take a small request at once."""
-        prefills, decodes = self._candidates(set(), tokens_per_s)
+        prefills, decodes = self._candidates(None, set(), tokens_per_s)
         open_groups = {c.fingerprint for c in decodes if c.is_open}
         return any(c.is_open and c.fingerprint in open_groups for c in prefills)
 
@@ -72,17 +77,19 @@ class Placement:
         return sum(node.stays for node in self._registry.of_role(DisaggregationMode.PREFILL))
 
     def _candidates(
-        self, kept: set[Incarnation], tokens_per_s: float
+        self, adapter: Adapter | None, kept: set[Incarnation], tokens_per_s: float
     ) -> tuple[list[Candidate], list[Candidate]]:
-        prefills = self._book.prefill_candidates(
-            self._registry.of_role(DisaggregationMode.PREFILL), tokens_per_s
+        prefills, decodes = (
+            [
+                node
+                for node in self._registry.of_role(role)
+                if node.holds(adapter) and node.incarnation not in kept
+            ]
+            for role in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
         )
-        decodes = self._book.decode_candidates(self._registry.of_role(DisaggregationMode.DECODE))
-        if not kept:
-            return prefills, decodes
         return (
-            [c for c in prefills if c.incarnation not in kept],
-            [c for c in decodes if c.incarnation not in kept],
+            self._book.prefill_candidates(prefills, tokens_per_s),
+            self._book.decode_candidates(decodes),
         )
 
     def _pick(

@@ -10,9 +10,11 @@ from typing import Any
 
 import msgspec
 
+from common.messages import Adapter
 from router.chat_template import ChatTemplateError
 from router.config import RouterConfig
-from router.errors import invalid, not_found
+from router.errors import invalid
+from router.model_names import ModelNames
 from router.nodes import NodeRegistry
 from router.prepared import ChoiceSpec, Prepared
 from router.protocol.knobs import Bounds, Knobs, check, sampling_params, stops
@@ -51,13 +53,12 @@ class Preparer:
         info: ModelInfo,
         registry: NodeRegistry,
         config: RouterConfig,
-        served_model_name: str,
+        names: ModelNames,
         random: Random,
     ) -> None:
         self.codec = codec
         self.info = info
-        self.served_model_name = served_model_name
-        self._names = {served_model_name, config.model}
+        self.names = names
         self._registry = registry
         self._random = random
         self._max_choices = config.max_choices
@@ -74,25 +75,15 @@ class Preparer:
         """Longest prompt plus output."""
         return self._registry.max_model_len(self.info.max_model_len)
 
-    def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not served here.
-
-        Raises:
-            ApiError: 404.
-        """
-        if name and name not in self._names:
-            message = f"the model {name[:200]!r} does not exist"
-            raise not_found(message, "model", "model_not_found")
-
     # ------------------------------------------------------------ the three APIs
 
     async def completion(self, request: CompletionRequest) -> Prepared:
         """Check /v1/completions.
 
         Raises:
-            ApiError: 400 or 404.
+            ApiError: 400, 404 or 503.
         """
-        self.check_model(request.model)
+        self.names.entry(request.model)
         refuse_unsupported(request)
         if request.echo and request.logprobs is not None:
             raise invalid("echo with logprobs is not supported yet", "echo", "unsupported")
@@ -109,15 +100,17 @@ class Preparer:
         options = _text_options(
             knobs, request.include_stop_str_in_output, request.skip_special_tokens
         )
-        return Prepared(self._choices(prompts, knobs, options, style), len(prompts), texts)
+        adapters = self.names.adapters_of(request.model, request.lora_path, len(prompts))
+        choices = self._choices(prompts, adapters, knobs, options, style)
+        return Prepared(choices, len(prompts), texts)
 
     async def chat(self, request: ChatRequest) -> Prepared:
         """Check /v1/chat/completions.
 
         Raises:
-            ApiError: 400 or 404.
+            ApiError: 400, 404 or 503.
         """
-        self.check_model(request.model)
+        adapters = self.names.adapters_of(request.model, request.lora_path, 1)
         refuse_unsupported(request)
         if request.top_logprobs is not None and not request.logprobs:
             raise invalid("top_logprobs needs logprobs", "top_logprobs")
@@ -140,15 +133,16 @@ class Preparer:
         options = _text_options(
             knobs, request.include_stop_str_in_output, request.skip_special_tokens
         )
-        return Prepared(self._choices([ids], knobs, options, _Style("messages", None)), 1)
+        style = _Style("messages", None)
+        return Prepared(self._choices([ids], adapters, knobs, options, style), 1)
 
     async def generate(self, request: GenerateRequest) -> Prepared:
         """Check SGLang's /generate.
 
         Raises:
-            ApiError: 400.
+            ApiError: 400, 404 or 503.
         """
-        for field in ("lora_path", "image_data", "input_embeds", "token_ids_logprob"):
+        for field in ("image_data", "input_embeds", "token_ids_logprob"):
             if getattr(request, field) not in (None, "", []):
                 raise invalid(f"{field} is not supported yet", field, "unsupported")
         if request.return_logprob and request.logprob_start_len not in (None, -1):
@@ -160,17 +154,18 @@ class Preparer:
             prompts = await self._prompts(request.text, "text", special=True)
         else:
             prompts = await self._prompts(list(request.input_ids or ()), "input_ids", special=True)
+        adapters = self.names.adapters_of(None, request.lora_path, len(prompts))
         wishes = _per_prompt(request.sampling_params, len(prompts))
         logprobs = (request.top_logprobs_num or 0) if request.return_logprob else None
         style = _Style("text" if request.text is not None else "input_ids", SGLANG_MAX_TOKENS)
         choices: list[ChoiceSpec] = []
-        for prompt, wish in zip(prompts, wishes, strict=True):
+        for prompt, adapter, wish in zip(prompts, adapters, wishes, strict=True):
             knobs = wish.knobs(logprobs)
             if (knobs.n or 1) != (wishes[0].n or 1):
                 raise invalid("n must be the same for all prompts", "sampling_params.n")
             check(knobs, self._bounds)
             options = _text_options(knobs, wish.no_stop_trim, wish.skip_special_tokens)
-            choices += self._choices([prompt], knobs, options, style)
+            choices += self._choices([prompt], [adapter], knobs, options, style)
         self._check_count(len(choices))
         return Prepared(tuple(choices), len(prompts))
 
@@ -246,20 +241,24 @@ class Preparer:
     # ------------------------------------------------------------ choices
 
     def _choices(
-        self, prompts: list[list[int]], knobs: Knobs, options: TextOptions, style: _Style
+        self,
+        prompts: list[list[int]],
+        adapters: list[Adapter | None],
+        knobs: Knobs,
+        options: TextOptions,
+        style: _Style,
     ) -> tuple[ChoiceSpec, ...]:
         n = knobs.n or 1
         self._check_count(len(prompts) * n)
         specs: list[ChoiceSpec] = []
-        for prompt in prompts:
+        for prompt, adapter in zip(prompts, adapters, strict=True):
             max_tokens = self._settle_max_tokens(len(prompt), knobs, style)
             sampling = sampling_params(
                 knobs, self._bounds, max_tokens=max_tokens, random=self._random
             )
-            specs += [
-                ChoiceSpec(prompt, msgspec.structs.replace(sampling, choice=choice), options)
-                for choice in range(n)
-            ]
+            for choice in range(n):
+                drawn = msgspec.structs.replace(sampling, choice=choice)
+                specs.append(ChoiceSpec(prompt, drawn, options, adapter))
         return tuple(specs)
 
     def _check_count(self, count: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from random import Random
 
 from common.messages import FailureKind, Incarnation
-from router.errors import ApiError, internal, too_busy
+from router.errors import ApiError, internal, too_busy, unavailable
 from router.node import Loss
 from router.requests import Attempt, Job, ReplayBound, ReplayCause
 
@@ -83,6 +83,8 @@ def judge(
 def _exhausted(cause: ReplayCause, why: str, failures: int) -> ApiError:
     if cause is ReplayCause.REFUSED:
         return too_busy(f"no node takes the request now: {why}", int(MAX_BACKOFF_S))
+    if cause is ReplayCause.ADAPTER:
+        return unavailable(f"no node can use the adapter now: {why}", "adapter_unavailable")
     attempts = "one attempt" if failures == 1 else f"{failures} attempts"
     return internal(f"gave up after {attempts}: {why or cause.value}", cause.value)
 

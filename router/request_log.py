@@ -27,6 +27,7 @@ def end_line(job: Job) -> str:
         "event": "request_end",
         "rid": job.rid,
         "outcome": job.outcome,
+        "adapter": None if job.adapter is None else job.adapter.name,
         "prompt_tokens": len(job.prompt_ids),
         "output_tokens": len(job.output_ids),
         "cached_tokens": job.cached_tokens,

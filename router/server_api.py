@@ -1,6 +1,7 @@
 """Health, metrics, server info, and the administrative verbs for the cluster or one node."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from common.messages import AbortRequests, AdminVerb, Continue, Drain, FlushCache, Pause
 from common.modes import PauseMode
-from router.admin import NodeAnswer
+from router.adapters import AdapterState
 from router.errors import invalid, not_found
 from router.http import json_response, read_body
 from router.metrics import CONTENT_TYPE, RouterMetrics, counter_family, gauge_family
@@ -83,7 +84,7 @@ class ServerApi:
         paused = dispatcher.paused
         return json_response(
             {
-                "model": self._preparer.served_model_name,
+                "model": self._preparer.names.served,
                 "incarnation": registry.me,
                 "pid": os.getpid(),
                 "paused": paused.value if paused is not None else None,
@@ -91,9 +92,29 @@ class ServerApi:
                 "max_model_len": self._preparer.max_model_len,
                 "requests": {state.value: dispatcher.jobs.count(state) for state in _UNFINISHED},
                 "mismatches": registry.mismatches(),
+                "adapters": self._adapters(),
                 "nodes": [_node_info(node) for node in registry.all()],
             }
         )
+
+    def _adapters(self) -> list[dict[str, Any]]:
+        """All adapters of the cluster, and which nodes can serve just that content."""
+        return [
+            {
+                "name": entry.name,
+                "path": entry.path,
+                "digest": entry.digest,
+                "pinned": entry.pinned,
+                "state": entry.state.value,
+                "running": self._service.dispatcher.jobs.of_adapter(entry.name),
+                "nodes": [
+                    node.hello.name
+                    for node in self._service.registry.all()
+                    if node.holds(entry.adapter)
+                ],
+            }
+            for entry in self._service.adapters.entries()
+        ]
 
     async def model_info(self, _request: web.Request) -> web.Response:
         info = self._preparer.info
@@ -101,11 +122,12 @@ class ServerApi:
             {
                 "model_path": info.root,
                 "tokenizer_path": info.root,
-                "served_model_name": self._preparer.served_model_name,
+                "served_model_name": self._preparer.names.served,
                 "is_generation": True,
                 "vocab_size": info.vocab_size,
                 "max_model_len": self._preparer.max_model_len,
                 "eos_token_ids": list(info.eos_token_ids),
+                "adapters": self._adapters(),
             }
         )
 
@@ -166,7 +188,7 @@ class ServerApi:
         body = {
             "status": "error" if refused else "ok",
             "message": message,
-            "nodes": [_answer_info(answer) for answer in answers],
+            "nodes": [answer.info() for answer in answers],
         }
         return json_response(body, 400 if refused else 200)
 
@@ -197,16 +219,11 @@ def _node_info(node: Node) -> dict[str, Any]:
         "weight_version": hello.weight_version,
         "counters": dict(stats.counters),
         "linked_peers": list(stats.linked_peers),
-    }
-
-
-def _answer_info(answer: NodeAnswer) -> dict[str, Any]:
-    return {
-        "name": answer.name,
-        "role": answer.role,
-        "incarnation": answer.incarnation,
-        "ok": answer.ok,
-        "message": answer.message,
+        "adapters": {name: info.digest for name, info in (node.adapters or {}).items()},
+        "equipped": node.is_equipped,
+        "lora_slots": stats.lora_slots,
+        "lora_slots_used": stats.lora_slots_used,
+        "running_loras": dict(stats.running_loras),
     }
 
 
@@ -228,10 +245,22 @@ class _ServiceCollector(Collector):
         ]
         yield gauge_family("nodes", "Linked nodes.", ["role", "name", "state"], nodes)
         yield from self._overload()
+        yield from self._adapters()
         replays = {cause.value: count for cause, count in dispatcher.replays.items()}
         yield counter_family("replays", "Attempts followed by another.", "cause", replays)
         events = {**dispatcher.counters, **self._service.counters}
         yield counter_family("events", "Dropped frames, stale rooms and the like.", "kind", events)
+
+    def _adapters(self) -> Iterator[Metric]:
+        entries, verbs = self._service.adapters.entries(), self._service.adapter_verbs
+        states = Counter(entry.state for entry in entries)
+        values = [([state.value], float(states[state])) for state in AdapterState]
+        yield gauge_family("loras", "Adapters of the cluster.", ["state"], values)
+        yield counter_family("lora_loads", "Loads of adapters.", "outcome", verbs.loads)
+        yield counter_family("lora_unloads", "Unloads of adapters.", "outcome", verbs.unloads)
+        count = self._service.adapters.mismatches
+        text = "Nodes that came with other content under an adapter's name."
+        yield counter_family("lora_mismatches", text, "kind", {"digest": count})
 
     def _overload(self) -> Iterator[Metric]:
         dispatcher = self._service.dispatcher

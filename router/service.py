@@ -31,12 +31,14 @@ from common.messages import (
     ToRouter,
 )
 from common.tally import Tally
+from router.adapter_verbs import AdapterLimits, AdapterVerbs
+from router.adapters import AdapterCatalogue
 from router.admin import AdminDesk, NodeAnswer
 from router.admission import Demand
 from router.arrivals import Arrival, Arrivals
 from router.dispatcher import Dispatcher
 from router.effects import Send
-from router.errors import ApiError, unavailable
+from router.errors import ApiError, no_adapter, unavailable
 from router.link import NodeLink
 from router.metrics import RouterMetrics
 from router.node import Loss, Node
@@ -61,6 +63,8 @@ class RouterService:
         dispatcher: Dispatcher,
         metrics: RouterMetrics,
         *,
+        adapters: AdapterCatalogue,
+        adapter_limits: AdapterLimits,
         heartbeat_s: float,
         admin_timeout_s: float,
         asked_to_end: asyncio.Event,
@@ -73,7 +77,11 @@ class RouterService:
         self._tally = Tally(log)
         self.counters = self._tally.counts
         self.arrivals = Arrivals(clock)
+        self.adapters = adapters
         self._desk = AdminDesk(self._send_all)
+        self.adapter_verbs = AdapterVerbs(
+            adapters, registry, dispatcher.jobs, self._desk, adapter_limits, self.dispatch
+        )
         self._link = NodeLink(self._on_message, self._tally, keys)
         self._heartbeat_s = heartbeat_s
         self._admin_timeout_s = admin_timeout_s
@@ -159,10 +167,13 @@ class RouterService:
         """Accept all choices of a request, or none.
 
         Raises:
-            ApiError: 429 or 503.
+            ApiError: 404, 429 or 503.
         """
         if self._closing is not None:
             raise self._closing
+        for choice in choices:  # it may have been unloaded since the request was read
+            if choice.adapter is not None and not self.adapters.serves(choice.adapter):
+                raise no_adapter(choice.adapter.name)
         now = self._clock()
         if not arrival.exempt:
             self.dispatcher.check_room_for(Demand.of(choices), terms.priority, now)
@@ -313,8 +324,11 @@ class RouterService:
                 self.dispatcher.dispatch(now)
             case Heartbeat():
                 self.dispatcher.on_heartbeat(source, now)
-            case NodeAdapters():
-                pass
+            case NodeAdapters(adapters):
+                node = self.registry.get(source)
+                assert node is not None
+                self.adapter_verbs.on_list(node, adapters)
+                self.dispatcher.dispatch(now)
             case Goodbye():
                 pass  # the registry has made a loss of it
 
@@ -331,6 +345,7 @@ class RouterService:
         """
         self.dispatcher.on_node_loss(node, loss, now)
         if loss is not Loss.GAP:
+            self.adapters.on_loss(node)
             self._desk.on_node_loss(node)
         if self.registry.get(node) is None:
             for other in self.registry.all() if loss is not Loss.LEFT else ():
@@ -359,6 +374,7 @@ class RouterService:
                     self.metrics.on_tokens(count, delivery.waited_s, first=delivery.first)
                 delivery.job.listener.deliver(output)
             for job in effects.ended:
+                self.adapter_verbs.on_ended(job)
                 self.metrics.on_end(job)
                 log_end(job)
         if self._closing is not None and not len(self.dispatcher):

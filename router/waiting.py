@@ -2,8 +2,9 @@
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
+from common.messages import Adapter
 from router.requests import Job, JobState
 
 SLACK = 64
@@ -11,14 +12,16 @@ SLACK = 64
 
 
 class WaitingRoom:
-    """Two heaps, and what is in them in numbers.
+    """A heap of those ready for each adapter, one of those put off, and what is in them in numbers.
 
-    A job that ends while it waits is struck off with `discard`; its heap entry is skipped when it
+    The jobs of an adapter whose nodes are full are passed over together, however many they are. A
+    job that ends while it waits is struck off with `discard`; its heap entry is skipped when it
     comes up, or swept out when such entries outnumber the others.
     """
 
     def __init__(self) -> None:
-        self._ready: list[tuple[tuple[int, int, int], Job]] = []
+        self._ready: dict[Adapter | None, list[tuple[tuple[int, int, int], Job]]] = {}
+        self._ready_entries = 0
         self._later: list[tuple[float, int, Job]] = []
         self._num_ready = 0
         self._num_later = 0
@@ -33,7 +36,7 @@ class WaitingRoom:
     @property
     def num_entries(self) -> int:
         """Places taken in memory, by living and ended jobs."""
-        return len(self._ready) + len(self._later)
+        return self._ready_entries + len(self._later)
 
     @property
     def tokens(self) -> int:
@@ -47,7 +50,8 @@ class WaitingRoom:
 
     def put(self, job: Job) -> None:
         """A QUEUED job goes in by its rank."""
-        heapq.heappush(self._ready, (job.queue_key, job))
+        heapq.heappush(self._ready.setdefault(job.adapter, []), (job.queue_key, job))
+        self._ready_entries += 1
         self._num_ready += 1
         self._count(job, 1)
 
@@ -69,9 +73,12 @@ class WaitingRoom:
 
     def sweep(self) -> None:
         """Forget ended jobs where they have become many."""
-        if len(self._ready) > 2 * self._num_ready + SLACK:
-            self._ready = [entry for entry in self._ready if entry[1].state is JobState.QUEUED]
-            heapq.heapify(self._ready)
+        if self._ready_entries > 2 * self._num_ready + SLACK:
+            for heap in self._ready.values():
+                heap[:] = [entry for entry in heap if entry[1].state is JobState.QUEUED]
+                heapq.heapify(heap)
+            self._ready = {adapter: heap for adapter, heap in self._ready.items() if heap}
+            self._ready_entries = sum(map(len, self._ready.values()))
         if len(self._later) > 2 * self._num_later + SLACK:
             self._later = [e for e in self._later if e[2].state is JobState.BACKING_OFF]
             heapq.heapify(self._later)
@@ -85,10 +92,20 @@ class WaitingRoom:
                 job.move(JobState.QUEUED)
                 self.put(job)
 
-    def take_ready(self) -> Iterator[Job]:
-        """Take ready jobs in order: replays first, then by priority, then by acceptance."""
-        while self._ready:
-            job = heapq.heappop(self._ready)[1]
+    def take_ready(self, passed: Container[Adapter | None] = ()) -> Iterator[Job]:
+        """Take ready jobs in order: replays first, then by priority, then by acceptance.
+
+        `passed` is looked at each time: jobs of these adapters stay where they are.
+        """
+        while heads := [
+            (heap[0][0], adapter) for adapter, heap in self._ready.items() if adapter not in passed
+        ]:
+            adapter = min(heads, key=_key)[1]
+            heap = self._ready[adapter]
+            job = heapq.heappop(heap)[1]
+            self._ready_entries -= 1
+            if not heap:
+                del self._ready[adapter]
             if job.state is JobState.QUEUED:
                 self.discard(job)
                 yield job
@@ -99,3 +116,7 @@ class WaitingRoom:
         if not self._tokens[place]:
             del self._tokens[place]
         self.held_tokens += sign * job.held_tokens
+
+
+def _key(head: tuple[tuple[int, int, int], Adapter | None]) -> tuple[int, int, int]:
+    return head[0]

@@ -1,12 +1,14 @@
 """Stand-in nodes: asyncio tasks that speak the real wire protocol with made-up tokens.
 
-The token at an absolute index depends only on the prompt and that index, so every interruption can
-be checked against `expected_tokens`. Faults are asked for by method: `mute`, `die`, `lose_message`.
+The token at an absolute index depends only on the prompt, the adapter's content and that index, so
+every interruption can be checked against `expected_tokens`. Faults are asked for by method: `mute`,
+`die`, `lose_message`. The content of an adapter is what `disk` says of its path.
 """
 
 import asyncio
 import contextlib
 import itertools
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,12 +27,15 @@ from common.messages import (
     Continue,
     Drain,
     Envelope,
+    Failed,
+    FailureKind,
     Fingerprint,
     FlushCache,
     Generate,
     Goodbye,
     Heartbeat,
     Hello,
+    LoadAdapter,
     NodeState,
     NodeStats,
     Pause,
@@ -44,11 +49,13 @@ from common.messages import (
     TokenOutput,
     Tokens,
     ToRouter,
+    UnloadAdapter,
     Welcome,
     decode_to_node,
     encode,
 )
 from common.modes import DisaggregationMode, PauseMode
+from tests.standin_adapters import AdapterShelf
 
 FINGERPRINT = Fingerprint(
     wire_version=WIRE_VERSION,
@@ -65,13 +72,15 @@ _FIRST_TOKEN, _TOKEN_RANGE = 35, 60
 _serial = itertools.count(1)
 
 
-def expected_token(prompt_ids: Sequence[int], index: int) -> int:
+def expected_token(prompt_ids: Sequence[int], index: int, digest: str = "") -> int:
     """The token that every stand-in draws at an absolute output index."""
-    return _FIRST_TOKEN + (sum(prompt_ids) * 31 + len(prompt_ids) + index * 7) % _TOKEN_RANGE
+    flavour = zlib.crc32(digest.encode()) if digest else 0
+    drawn = sum(prompt_ids) * 31 + len(prompt_ids) + index * 7 + flavour
+    return _FIRST_TOKEN + drawn % _TOKEN_RANGE
 
 
-def expected_tokens(prompt_ids: Sequence[int], count: int) -> list[int]:
-    return [expected_token(prompt_ids, i) for i in range(count)]
+def expected_tokens(prompt_ids: Sequence[int], count: int, digest: str = "") -> list[int]:
+    return [expected_token(prompt_ids, i, digest) for i in range(count)]
 
 
 @dataclass
@@ -104,6 +113,8 @@ class StandIn:
     """Whether it reports a link to each prefill node that the router announces."""
     linked_peers: list[str] = field(default_factory=list)
     keys: ClusterKeys | None = None
+    disk: dict[str, str] = field(default_factory=dict)
+    """Path of an adapter to the digest of its content; what is not there cannot be loaded."""
 
     def __post_init__(self) -> None:
         self.name = self.name or f"{self.role}-{next(_serial)}"
@@ -115,6 +126,7 @@ class StandIn:
         self._seq = 0
         self._muted = False
         self._tasks: list[asyncio.Task[None]] = []
+        self.shelf = AdapterShelf(self._send, self.disk)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -124,7 +136,12 @@ class StandIn:
         self._socket.connect(self.router)
         self._tasks = [
             asyncio.create_task(work)
-            for work in (self._receive(), self._beat(), self._step_forever())
+            for work in (
+                self._receive(),
+                self._beat(),
+                self._step_forever(),
+                self.shelf.serve(),
+            )
         ]
         await self.greet()
         async with asyncio.timeout(5):
@@ -209,6 +226,7 @@ class StandIn:
                     if reset:
                         self.resets += 1
                         self.rooms.clear()
+                    await self.shelf.tell()
                     self.joined.set()
                 case Refused(reason):
                     self.refusals.append(reason)
@@ -216,6 +234,8 @@ class StandIn:
                     await self.greet()
                 case Generate():
                     await self._start(body)
+                case Admin(id=ticket, verb=LoadAdapter() | UnloadAdapter() as adapter_verb):
+                    self.shelf.ask(ticket, adapter_verb)
                 case Abort(room):
                     self.rooms.pop(room, None)
                 case Admin(id=ticket, verb=verb):
@@ -268,7 +288,15 @@ class StandIn:
         await self._send(AdminReply(id=ticket, ok=True))
 
     async def _start(self, generate: Generate) -> None:
+        adapter = generate.adapter
+        if adapter is not None and self.shelf.holds().get(adapter.name) != adapter.digest:
+            message = f"{self.name} does not hold {adapter}"
+            failed = Failed(room=generate.room, kind=FailureKind.ADAPTER, message=message)
+            await self._send(failed)
+            return
         self.rooms[generate.room] = _Room(generate, len(generate.output_ids))
+
+    # ------------------------------------------------------------ tokens
 
     async def retract_all(self) -> None:
         """Give every request back, as under memory pressure."""
@@ -291,7 +319,8 @@ class StandIn:
         generate, index = state.generate, state.next_index
         sampling = generate.sampling
         first = index == len(generate.output_ids)
-        token = expected_token(generate.prompt_ids, index)
+        digest = generate.adapter.digest if generate.adapter is not None else ""
+        token = expected_token(generate.prompt_ids, index, digest)
         finish = None
         if token in sampling.stop_token_ids:
             finish = StopReason.STOP

@@ -22,6 +22,7 @@ class OpenAIRequest(TermsFields, kw_only=True):
     """What completions and chat completions share."""
 
     model: str | None = None
+    lora_path: str | list[str | None] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -230,7 +231,7 @@ class GenerateRequest(TermsFields, kw_only=True):
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = None
     return_text_in_logprobs: bool | None = None
-    lora_path: Any = None
+    lora_path: str | list[str | None] | None = None
     image_data: Any = None
     input_embeds: Any = None
     token_ids_logprob: Any = None
@@ -252,6 +253,20 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
     tokens: list[int]
     model: str | None = None
+
+
+class LoadAdapterRequest(msgspec.Struct, kw_only=True):
+    """POST /load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+    pinned: bool | None = None
+
+
+class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
+    """POST /unload_lora_adapter."""
+
+    lora_name: str
 
 
 class PauseRequest(msgspec.Struct, kw_only=True):

@@ -9,6 +9,8 @@ import msgspec
 from common.messages import (
     WIRE_VERSION,
     Abort,
+    Adapter,
+    AdapterInfo,
     Envelope,
     Failed,
     FailureKind,
@@ -17,6 +19,7 @@ from common.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    NodeAdapters,
     NodeState,
     NodeStats,
     SamplingParams,
@@ -26,6 +29,7 @@ from common.messages import (
     ToRouter,
 )
 from common.modes import DisaggregationMode
+from router.adapters import AdapterCatalogue
 from router.admission import Demand
 from router.dispatcher import Dispatcher
 from router.limits import Limits
@@ -115,12 +119,14 @@ class Desk:
     def __init__(self, nodes: str = "p1 d1", **limits: object) -> None:
         self.now = 100.0
         self.registry = NodeRegistry(ME, timeout_s=3.0)
+        self.adapters = AdapterCatalogue()
         self.dispatcher = Dispatcher(
             self.registry,
             Limits(**limits),  # type: ignore[arg-type]
             choose_prefill=round_robin(),
             choose_decode=round_robin(),
             random=Random(7),
+            adapters=self.adapters,
         )
         self.sent: list[tuple[str, object]] = []
         for name in nodes.split():
@@ -132,6 +138,13 @@ class Desk:
         """`settings` are those of `hello`."""
         role = DisaggregationMode.PREFILL if name[0] == "p" else DisaggregationMode.DECODE
         self.say(name, hello(role, name, **settings), to="", seq=1)  # type: ignore[arg-type]
+        self.adapters_of(name)
+
+    def adapters_of(self, name: str, *adapters: Adapter) -> None:
+        """A node lists what it can serve."""
+        infos = [AdapterInfo(name=a.name, digest=a.digest, path="/a", rank=8) for a in adapters]
+        self.say(name, NodeAdapters(infos))
+        self.adapters.on_list(name, infos)
         self.dispatcher.dispatch(self.now)
         self.settle()
 
@@ -157,6 +170,8 @@ class Desk:
             self.say(name, Goodbye())
         if loss is Loss.UNREACHABLE:
             self.registry.unreachable(name)
+        if loss is not Loss.GAP:
+            self.adapters.on_loss(name)
         self.dispatcher.on_node_loss(name, loss, self.now)
         self.settle()
 
@@ -175,12 +190,13 @@ class Desk:
         prompt: int = 3,
         terms: Terms = DEFAULT_TERMS,
         arrived: float | None = None,
+        adapter: Adapter | None = None,
         **sampling: object,
     ) -> Job:
         params = SamplingParams(max_tokens=max_tokens, seed=1, **sampling)  # type: ignore[arg-type]
         ids = [5 + i % 3 for i in range(prompt)]
         job = self.dispatcher.submit(
-            rid, "", ids, params, Ear(), self.now, terms=terms, arrived=arrived
+            rid, "", ids, params, Ear(), self.now, terms=terms, arrived=arrived, adapter=adapter
         )
         self.settle()
         return job

@@ -5,10 +5,13 @@ import pytest
 
 from common.messages import (
     WIRE_VERSION,
+    Adapter,
+    AdapterInfo,
     Envelope,
     Fingerprint,
     Goodbye,
     Heartbeat,
+    NodeAdapters,
     NodeState,
     NodeStats,
     Ping,
@@ -62,8 +65,28 @@ def test_a_jump_in_the_numbers_is_a_loss_but_the_message_counts() -> None:
     wire.join("p")
     received = wire.say("p", 4, Retracted(7))
     assert (received.loss, received.body) == (Loss.GAP, Retracted(7))
+    assert received.greet_me
     assert wire.say("p", 5, BEAT).loss is None
     assert wire.say("p", 5, BEAT).dropped == "stale_node_messages"
+
+
+def test_a_node_takes_work_once_it_has_told_its_adapters_and_was_given_those_it_lacks() -> None:
+    wire = Wire()
+    wire.join("p")
+    assert [wire.node("p").takes_work, wire.node("p").is_equipped] == [False, False]
+    wire.say("p", 2, NodeAdapters([AdapterInfo(name="a", digest="1", path="/a", rank=8)]))
+    node = wire.node("p")
+    ready = []
+    for node.syncing in (False, True, False):
+        ready.append(node.takes_work)
+    assert ready == [True, False, True]
+    held = [node.holds(a) for a in (None, Adapter("a", "1"), Adapter("a", "2"), Adapter("b", "1"))]
+    assert held == [True, True, False, False]
+    wire.say("p", 9, BEAT)  # what was lost may have been a list
+    assert not wire.node("p").takes_work
+    wire.join("p")
+    wire.say("p", 2, NodeAdapters([]))
+    assert wire.node("p").takes_work
 
 
 def test_a_second_hello_fails_the_attempts_and_resets_the_node() -> None:
@@ -117,6 +140,7 @@ def test_an_unreachable_node_gets_no_work_until_it_greets() -> None:
     assert wire.registry.unreachable("p") is None
     assert not wire.node("p").takes_work
     wire.join("p")
+    wire.say("p", 2, NodeAdapters([]))
     assert wire.node("p").takes_work
 
 
@@ -194,7 +218,8 @@ def test_heartbeats_tell_the_state() -> None:
     wire = Wire()
     wire.join("p")
     stats = NodeStats(state=NodeState.PAUSED, free_pages=3, num_pages=9)
-    wire.say("p", 2, Heartbeat(stats=stats, step_age_s=1.5))
+    wire.say("p", 2, NodeAdapters([]))
+    wire.say("p", 3, Heartbeat(stats=stats, step_age_s=1.5))
     node = wire.node("p")
     assert (node.state, node.stats.free_pages, node.step_age_s) == (NodeState.PAUSED, 3, 1.5)
     assert not node.takes_work
@@ -257,12 +282,15 @@ def test_ready_needs_a_pair_that_works_and_has_shaken_hands() -> None:
     assert "shaken hands" in str(wire.registry.unready())
     linked = NodeStats(linked_peers=["gone", "p"])
     wire.say("d", 2, Heartbeat(stats=linked, step_age_s=0.0))
+    wire.say("d", 3, NodeAdapters([]))
+    assert "adapters" in str(wire.registry.unready())
+    wire.say("p", 2, NodeAdapters([]))
     assert wire.registry.unready() is None
     paused = msgspec.structs.replace(linked, state=NodeState.PAUSED)
-    wire.say("d", 3, Heartbeat(stats=paused, step_age_s=0.0))
+    wire.say("d", 4, Heartbeat(stats=paused, step_age_s=0.0))
     assert wire.registry.unready() is None
     draining = msgspec.structs.replace(linked, state=NodeState.DRAINING)
-    wire.say("d", 4, Heartbeat(stats=draining, step_age_s=0.0))
+    wire.say("d", 5, Heartbeat(stats=draining, step_age_s=0.0))
     assert "decode" in str(wire.registry.unready())
 
 

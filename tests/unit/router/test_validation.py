@@ -11,8 +11,10 @@ import pytest
 
 from common.messages import Envelope, ToRouter
 from common.modes import DisaggregationMode
+from router.adapters import AdapterCatalogue
 from router.config import RouterConfig
 from router.errors import ApiError
+from router.model_names import ModelNames
 from router.nodes import NodeRegistry
 from router.prepare import Preparer
 from router.prepared import Prepared
@@ -40,7 +42,8 @@ def make_preparer(folder: Path, num_pages: int) -> Preparer:
         registry.receive(b"", Envelope[ToRouter](role.value, "", 1, message), 0.0)
     config = RouterConfig(model="/models/tiny", max_n=4, max_choices=8)
     info = load_model_info(folder, codec)
-    return Preparer(codec, info, registry, config, "tiny", Random(3))
+    names = ModelNames("tiny", config.model, AdapterCatalogue())
+    return Preparer(codec, info, registry, config, names, Random(3))
 
 
 def completion(preparer: Preparer, **body: Any) -> Prepared:
@@ -168,7 +171,8 @@ def test_bad_chats_are_400_naming_the_field(
         ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
         ({"text": "a", "return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
         ({"text": "a", "return_logprob": True, "top_logprobs_num": 99}, "top_logprobs_num"),
-        ({"text": "a", "lora_path": "x"}, "lora_path"),
+        ({"text": "a", "lora_path": ["x", None]}, "lora_path"),
+        ({"text": "a", "lora_path": 7}, "lora_path"),
     ],
 )
 def test_bad_generates_are_400_naming_the_field(

@@ -11,6 +11,7 @@ from common.events import FromRouter
 from common.messages import (
     Abort,
     Aborted,
+    Adapter,
     Envelope,
     Failed,
     Generate,
@@ -18,12 +19,14 @@ from common.messages import (
     Heartbeat,
     Hello,
     Incarnation,
+    NodeAdapters,
     Retracted,
     SamplingParams,
     Tokens,
     ToRouter,
 )
 from common.modes import DisaggregationMode
+from router.adapters import AdapterCatalogue
 from router.dispatcher import Dispatcher
 from router.limits import Limits
 from router.node import Loss
@@ -82,8 +85,14 @@ class RealRouter:
         self._registry = NodeRegistry(ME, timeout_s=1e9)
         chance = random.Random(world.random.random())
         choose = random_choice(chance)
+        self._adapters = AdapterCatalogue()
         self.dispatcher = Dispatcher(
-            self._registry, PATIENT, choose_prefill=choose, choose_decode=choose, random=chance
+            self._registry,
+            PATIENT,
+            choose_prefill=choose,
+            choose_decode=choose,
+            random=chance,
+            adapters=self._adapters,
         )
         self._listening: list[Listening] = []
 
@@ -91,13 +100,20 @@ class RealRouter:
     def clients(self) -> list[Client]:
         return [listening.client for listening in self._listening]
 
-    def submit(self, prompt: list[int], max_tokens: int, stop: tuple[int, ...] = ()) -> Client:
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        stop: tuple[int, ...] = (),
+        adapter: Adapter | None = None,
+    ) -> Client:
         client = Client(f"r{len(self._listening)}", prompt, max_tokens, stop, self.world.now)
+        client.adapter = adapter
         listening = Listening(client)
         self._listening.append(listening)
         sampling = SamplingParams(max_tokens=max_tokens, seed=1, stop_token_ids=stop)
         listening.job = self.dispatcher.submit(
-            client.rid, "", prompt, sampling, listening, self.world.now
+            client.rid, "", prompt, sampling, listening, self.world.now, adapter=adapter
         )
         return client
 
@@ -118,6 +134,7 @@ class RealRouter:
         loss = Loss.RELINKED if node in self.world.nodes else Loss.UNREACHABLE
         if loss is Loss.UNREACHABLE:
             self._say(node, Goodbye())
+        self._adapters.on_loss(node)
         self.dispatcher.on_node_loss(node, loss, self.world.now)
 
     def on_node_left(self, node: Incarnation) -> None:
@@ -125,6 +142,7 @@ class RealRouter:
         for body in self.pending.pop(node, []):
             self._on_message(node, body)
         self._say(node, Goodbye())
+        self._adapters.on_loss(node)
         self.dispatcher.on_node_loss(node, Loss.LEFT, self.world.now)
 
     def turn(self) -> None:
@@ -149,6 +167,10 @@ class RealRouter:
         for name, node in self.world.nodes.items():
             if self._registry.get(name) is None:
                 self._say(name, self._hello(name), to="", seq=1)
+            held = node.scheduler.adapters
+            if self._adapters.listed(name) != held:
+                self._say(name, NodeAdapters(list(held)))
+                self._adapters.on_list(name, held)
             self._say(name, Heartbeat(stats=node.scheduler.stats(), step_age_s=0.0))
             self.dispatcher.on_heartbeat(name, self.world.now)
 
