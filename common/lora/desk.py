@@ -108,16 +108,24 @@ class AdapterDesk:
             self._answer(ticket, False, f"adapter {verb.name!r} was never loaded")
             return
         if entry.stage is Stage.LOADING:
-            self._answer_loads(entry, f"adapter {entry.name!r} was unloaded while it was loading")
+            self._give_up_load(entry, f"adapter {entry.name!r} was unloaded while it was loading")
+            self._answer(ticket, True, f"adapter {entry.name!r} is unloaded")
+            return
         self._table.move(entry, Stage.UNLOADING)
         self._changing[entry.number] = entry
         entry.unloads.append(ticket)
 
+    def _give_up_load(self, entry: Entry, why: str) -> None:
+        """Nobody has used it, so its name is free at once; what is under way, perhaps a long
+        download, ends by itself and finds that nobody wants it."""
+        self._answer_loads(entry, why)
+        self._table.move(entry, Stage.UNLOADING)
+        self._table.forget_name(entry)
+
     def dismiss(self, *, for_good: bool) -> None:
         """The node leaves: no load is worth waiting for, and at the end no unload either."""
         for entry in [e for e in self._changing.values() if e.stage is Stage.LOADING]:
-            self._answer_loads(entry, LEAVING)
-            self._table.move(entry, Stage.UNLOADING)
+            self._give_up_load(entry, LEAVING)
         if for_good:
             for entry in self._changing.values():
                 self._answer_unloads(entry, False, LEAVING)

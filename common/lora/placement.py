@@ -78,6 +78,8 @@ class Placement:
             admitted = self._fill_for(req) is not None
         else:
             admitted = slot.drain is None or self._still_admits(slot, slot.drain, req)
+            if not slot.ready and slot.kept_for is None:
+                slot.kept_for = req  # it was being filled before anybody could enter it
         self._note_wait(req, admitted)
         return admitted
 

@@ -72,9 +72,15 @@ class AdapterTable:
         entry.stage = stage
         self._infos = None
 
-    def remove(self, entry: Entry) -> None:
-        del self._by_name[entry.name], self._by_number[entry.number]
+    def forget_name(self, entry: Entry) -> None:
+        """The name is free again, though something of the entry may still be under way."""
+        if self._by_name.get(entry.name) is entry:
+            del self._by_name[entry.name]
         self._infos = None
+
+    def remove(self, entry: Entry) -> None:
+        self.forget_name(entry)
+        del self._by_number[entry.number]
 
     def named(self, name: str) -> Entry | None:
         return self._by_name.get(name)

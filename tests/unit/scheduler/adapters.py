@@ -27,6 +27,8 @@ class Wanted:
     pinned: bool = False
     going: bool = False
     """Unloaded as soon as no request of it is left."""
+    by_hand: bool = False
+    """The test unloads it from node after node: it is not loaded again there."""
 
 
 @dataclass
@@ -96,7 +98,7 @@ class Adapters:
         held = {info.name: info.digest for info in scheduler.adapters}
         due: list[LoadAdapter | UnloadAdapter] = []
         for name, wanted in self.wanted.items():
-            if name in busy or scheduler.leave.under_way or name in held:
+            if name in busy or name in held or wanted.by_hand or scheduler.leave.under_way:
                 continue
             digest, pinned = wanted.adapter.digest, wanted.pinned
             due.append(LoadAdapter(name=name, path=wanted.path, pinned=pinned, digest=digest))

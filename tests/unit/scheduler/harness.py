@@ -2,19 +2,39 @@
 
 from typing import Any
 
-from common.events import FromPeer, FromRouter
+from common.events import AdminDone, FromPeer, FromRouter
 from common.messages import (
+    Adapter,
     ChunkLanded,
     Destination,
+    Failed,
+    FailureKind,
     FirstToken,
     Generate,
+    LoadAdapter,
     PeerHello,
     PeerMemory,
     PeerWelcome,
     SamplingParams,
+    UnloadAdapter,
     encode,
 )
-from common.plan import BatchResult, Notified, PeerAdded, Sample, StepPlan, ToPeerMsg, ToRouterMsg
+from common.plan import (
+    AdapterCommand,
+    AdapterEvent,
+    AdapterFailed,
+    AdapterPlaced,
+    AdapterRead,
+    BatchResult,
+    DropAdapter,
+    Notified,
+    PeerAdded,
+    ReadAdapter,
+    Sample,
+    StepPlan,
+    ToPeerMsg,
+    ToRouterMsg,
+)
 from common.scheduler import Scheduler
 from decode_node.scheduler import DecodeScheduler
 from prefill_node.scheduler import PrefillScheduler
@@ -50,6 +70,8 @@ class Driven:
         self.transfers: list[Any] = []
         self.to_router: list[Any] = []
         self.to_peer: list[Any] = []
+        self.commands: list[AdapterCommand] = []
+        self.answers: list[AdminDone] = []
 
     def router(self, body: Any, router: str = "r") -> None:
         self.scheduler.handle(FromRouter(router, body), self.now)
@@ -69,6 +91,8 @@ class Driven:
         """One turn; every sampling row draws `token`."""
         plan = self.scheduler.schedule(self.now)
         self.transfers += plan.transfers
+        self.commands += plan.adapters
+        self.answers += plan.answers
         self.to_router += [m.body for m in plan.messages if isinstance(m, ToRouterMsg)]
         self.to_peer += [m.body for m in plan.messages if isinstance(m, ToPeerMsg)]
         if plan.batch is not None:
@@ -76,6 +100,45 @@ class Driven:
             self.scheduler.process_batch_result(BatchResult(tuple(drawn)), self.now)
         self.scheduler.check_invariants()
         return plan
+
+    def load(self, name: str, ticket: int = 0, **fields: Any) -> None:
+        verb = LoadAdapter(name=name, **{"path": f"/{name}"} | fields)
+        self.scheduler.load_adapter(ticket, verb)
+
+    def unload(self, name: str, ticket: int = 0) -> None:
+        self.scheduler.unload_adapter(ticket, UnloadAdapter(name))
+
+    def loader(self, error: str | None = None) -> None:
+        """The loader has carried out what it was given: as asked, or it all failed. A path's
+        content is its name."""
+        commands, self.commands = self.commands, []
+        for command in commands:
+            if isinstance(command, DropAdapter):
+                continue
+            event: AdapterEvent
+            if error is not None:
+                event = AdapterFailed(command.adapter, error)
+            elif isinstance(command, ReadAdapter):
+                event = AdapterRead(command.adapter, f"digest of {command.path}", rank=4)
+            else:
+                event = AdapterPlaced(command.adapter, command.slot)
+            self.scheduler.on_adapter(event, self.now)
+
+    def serve(self, *names: str, **fields: Any) -> None:
+        """Load adapters, and forget what was said of it."""
+        self.answers.clear()
+        for name in names:
+            self.load(name, **fields)
+            for _ in range(3):
+                self.step()
+                self.loader()
+        self.step()
+        assert all(done.ok for done in self.answers), self.answers
+        self.answers.clear()
+        self.commands.clear()
+
+    def failures(self, kind: FailureKind) -> list[int]:
+        return [failed.room for failed in self.said(Failed) if failed.kind is kind]
 
     def said(self, kind: type) -> list[Any]:
         return [m for m in (*self.to_router, *self.to_peer) if isinstance(m, kind)]
@@ -94,8 +157,15 @@ def prefill(num_pages: int = 24, **overrides: Any) -> Driven:
     return driven
 
 
-def destination(room: int, pages: int = 2, first: int = 0) -> Destination:
-    return Destination(room=room, pages=list(range(first, first + pages)))
+def adapter(name: str) -> Adapter:
+    """As it is after `Driven.serve(name)`."""
+    return Adapter(name, f"digest of /{name}")
+
+
+def destination(room: int, pages: int = 2, first: int = 0, name: str = "") -> Destination:
+    """`name`: of the request's adapter."""
+    digest = adapter(name).digest if name else ""
+    return Destination(room=room, pages=list(range(first, first + pages)), adapter=digest)
 
 
 def decode(num_pages: int = 24, **overrides: Any) -> Driven:
