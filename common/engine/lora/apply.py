@@ -2,6 +2,7 @@
 
 `plan_lora` decides once a step, `LoraBatch.add` is called after each product. Rows of the base
 model are in no share and their outputs are never touched; a batch without adapters has no plan.
+What one adapter computes, overflows included, never enters another's rows.
 
 There are two ways, and a step may use both:
 
@@ -9,8 +10,9 @@ There are two ways, and a step may use both:
 * `Singles`: adapters with one row each (decode). Two products of one row each would be all calls,
   and one product over all their ranks computes every row with every adapter: at eight adapters
   seven eighths are thrown away, and a product of eight rows is not bound by memory any more. So
-  each row meets its own ranks only, as `(shrink * x).sum()` and `(expand * low).sum()` over blocks
-  of `GRANULE` ranks that know their row: it reads every weight once.
+  each row meets its own ranks only: `(shrink * x).sum()` over blocks of `GRANULE` ranks, each with
+  its row's x, and then a weighted sum of rows of `expand`, which is what torch calls an embedding
+  bag. Together they read every weight once.
 """
 
 from collections.abc import Sequence
@@ -24,12 +26,9 @@ from common.engine.lora.ranges import GRANULE
 from common.engine.lora.targets import Product
 
 MAX_SINGLE_RANK = 32
-"""From here on the calls of a `Share` cost less than the intermediate results of `Singles`."""
+"""Beyond, the calls of a `Share` cost less than the intermediate results of `Singles`."""
 MAX_GAP = 2 * GRANULE
 """Rank rows of others that `Singles` may compute for nothing."""
-LARGEST_LOW = 1e18
-"""What a rank's value is bounded by in `Singles`: times the largest weight that is read this is
-finite, so an adapter that overflows spoils its own rows only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,33 +50,44 @@ class Share:
     """Its rank rows in the pool are [first, last)."""
     present: int
 
-    def gain(self, weights: TargetWeights, x: Tensor, y: Tensor) -> None:
-        """Add to `y` [rows, out_features] in place; `x` has the same rows, and the pool's dtype."""
+    def prepare(self, x: Tensor) -> Tensor:
+        """What `gain` takes, from the batch's x."""
+        return _take(x, self.rows)
+
+    def gain(self, weights: TargetWeights, x: Tensor) -> Tensor:
+        """[rows, out_features] in the pool's dtype, which `x` has."""
         low = x @ weights.shrink[self.first : self.last].t()
-        y.addmm_(low, weights.expand[self.first : self.last])
+        return low @ weights.expand[self.first : self.last]
 
 
 @dataclass(frozen=True, slots=True)
 class Singles:
-    """Adapters with one row each, whose blocks lie next to each other."""
+    """Adapters with one row each, whose ranges are neighbours in the pool."""
 
     rows: slice | Tensor
     first: int
     last: int
+    """Rank rows [first, last) hold them all, and maybe a few of others, or of nobody."""
     block_rows: Tensor
-    """[blocks] which of `rows` a block of ranks belongs to."""
-    spread: Tensor
-    """[rows, blocks] 1 where it does, else 0."""
+    """[blocks of `GRANULE`] which row of the batch each belongs to; any row, if it is another's."""
+    low_ranks: Tensor
+    """Counted from `first`: the ranks of the first row's adapter, then of the second's, ..."""
+    ranks: Tensor
+    """The same in the pool's count."""
+    offsets: Tensor
+    """[rows] where in `ranks` each row's begin."""
     present: int
 
-    def gain(self, weights: TargetWeights, x: Tensor, y: Tensor) -> None:
-        """As in `Share`, but `x` has a row per block."""
-        blocks = x.shape[0]
-        shrink = weights.shrink[self.first : self.last].view(blocks, GRANULE, -1)
-        low = (shrink * x.unsqueeze(1)).sum(2)
-        low = low.nan_to_num_(0.0).clamp_(-LARGEST_LOW, LARGEST_LOW)
-        expand = weights.expand[self.first : self.last].view(blocks, GRANULE, -1)
-        y.addmm_(self.spread, (expand * low.unsqueeze(2)).sum(1))
+    def prepare(self, x: Tensor) -> Tensor:
+        return x.index_select(0, self.block_rows)
+
+    def gain(self, weights: TargetWeights, x: Tensor) -> Tensor:
+        shrink = weights.shrink[self.first : self.last].view(x.shape[0], GRANULE, -1)
+        low = (shrink * x.unsqueeze(1)).sum(2).view(-1).index_select(0, self.low_ranks)
+        summed: Tensor = torch.embedding_bag(
+            weights.expand, self.ranks, self.offsets, mode=0, per_sample_weights=low
+        )[0]
+        return summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,27 +106,21 @@ class LoraBatch:
         targets = self.layers[layer][product]
         for share in self.shares:
             wanted = [weights for weights in targets if share.present & weights.bit]
-            if wanted:
-                self._add_share(share, wanted, x, y)
+            if not wanted:
+                continue
+            mine = share.prepare(x).to(self.dtype)
+            out = _take(y, share.rows)
+            for weights in wanted:
+                first = weights.target.first
+                columns = out[:, first : first + weights.target.out_features]
+                columns += share.gain(weights, mine)
+            if isinstance(share.rows, Tensor):
+                y.index_copy_(0, share.rows, out)
 
-    def _add_share(
-        self, share: Share | Singles, wanted: Sequence[TargetWeights], x: Tensor, y: Tensor
-    ) -> None:
-        mine = x[share.rows] if isinstance(share.rows, slice) else x.index_select(0, share.rows)
-        if isinstance(share, Singles):
-            mine = mine.index_select(0, share.block_rows)
-        mine = mine.to(self.dtype)
-        in_place = isinstance(share.rows, slice) and y.dtype is self.dtype
-        out = y[share.rows] if isinstance(share.rows, slice) else y.index_select(0, share.rows)
-        out = out.to(self.dtype)
-        for weights in wanted:
-            first = weights.target.first
-            columns = slice(first, first + weights.target.out_features)
-            share.gain(weights, mine, out[:, columns])
-        if isinstance(share.rows, Tensor):
-            y.index_copy_(0, share.rows, out.to(y.dtype))
-        elif not in_place:
-            y[share.rows] = out
+
+def _take(tensor: Tensor, rows: slice | Tensor) -> Tensor:
+    """A view where `rows` allow it, else a copy."""
+    return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
 
 
 def plan_lora(pool: LoraPool, rows: Sequence[LoraRows]) -> LoraBatch | None:
@@ -154,21 +158,33 @@ def _share(pool: LoraPool, placed: PlacedAdapter, numbers: Sequence[int]) -> Sha
 
 
 def _singles(pool: LoraPool, group: Sequence[tuple[PlacedAdapter, int]]) -> Singles:
-    """`group` is in the order of the pool; its rows are taken in the order of the batch."""
-    numbers = sorted(number for _, number in group)
+    """`group` is in the order of the pool."""
     first, last = group[0][0].range.first, group[-1][0].range.last
-    block_rows = [0] * ((last - first) // GRANULE)
-    spread = torch.zeros(len(numbers), len(block_rows), dtype=pool.dtype)
+    block_rows = [group[0][1]] * ((last - first) // GRANULE)
     present = 0
     for placed, number in group:
-        row = numbers.index(number)
         begin = (placed.range.first - first) // GRANULE
         end = (placed.range.last - first) // GRANULE
-        block_rows[begin:end] = [row] * (end - begin)
-        spread[row, begin:end] = 1.0
+        block_rows[begin:end] = [number] * (end - begin)
         present |= placed.present
-    blocks = torch.tensor(block_rows, device=pool.device)
-    return Singles(_rows(pool, numbers), first, last, blocks, spread.to(pool.device), present)
+    ranks: list[int] = []
+    offsets: list[int] = []
+    numbers: list[int] = []
+    for placed, number in sorted(group, key=lambda single: single[1]):
+        numbers.append(number)
+        offsets.append(len(ranks))
+        ranks += range(placed.range.first, placed.range.first + placed.range.rank)
+    pool_ranks = torch.tensor(ranks, device=pool.device)
+    return Singles(
+        rows=_rows(pool, numbers),
+        first=first,
+        last=last,
+        block_rows=torch.tensor(block_rows, device=pool.device),
+        low_ranks=pool_ranks - first,
+        ranks=pool_ranks,
+        offsets=torch.tensor(offsets, device=pool.device),
+        present=present,
+    )
 
 
 def _neighbours(
