@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.engine.loader import LoadedModel
+from common.engine.lora.pool import LoraPool
 from common.engine.runner import ModelRunner
 from common.kv_cache.storage import PagedKVCache
 from common.messages import SamplingParams
@@ -22,6 +23,7 @@ class Generation:
     slot: int
     prompt: list[int]
     sampling: SamplingParams
+    lora_slot: int | None = None
     outputs: list[int] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
@@ -37,7 +39,13 @@ class Engine:
     """A runner with its own pool, whose free pages come in shuffled order."""
 
     def __init__(
-        self, loaded: LoadedModel, *, page_size: int = 4, num_pages: int = 192, max_len: int = 256
+        self,
+        loaded: LoadedModel,
+        *,
+        page_size: int = 4,
+        num_pages: int = 192,
+        max_len: int = 256,
+        lora: LoraPool | None = None,
     ) -> None:
         spec = loaded.spec
         self.page_size = page_size
@@ -49,11 +57,17 @@ class Engine:
             head_dim=spec.head_dim,
             dtype=loaded.dtype,
         )
-        self.runner = ModelRunner(loaded, self.cache, max_slots=8, max_model_len=max_len)
+        self.runner = ModelRunner(loaded, self.cache, max_slots=8, max_model_len=max_len, lora=lora)
         self.free = random.Random(7).sample(range(num_pages), num_pages)
 
-    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingParams) -> Generation:
-        return Generation(slot, list(prompt), sampling)
+    def start(
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        lora_slot: int | None = None,
+    ) -> Generation:
+        return Generation(slot, list(prompt), sampling, lora_slot)
 
     def release(self, generation: Generation) -> None:
         self.free = generation.pages + self.free
@@ -78,6 +92,7 @@ class Engine:
             new_pages=generation.pages[known:],
             sample_index=len(generation.outputs) if end == len(generation.tokens) else None,
             init=init,
+            lora_slot=generation.lora_slot,
         )
 
     def step(self, *work: tuple[Generation, int]) -> None:
@@ -92,10 +107,16 @@ class Engine:
                 generation.outputs.append(sample.token_id)
 
     def generate(
-        self, prompt: Sequence[int], sampling: SamplingParams, *, chunk: int = 1000, slot: int = 0
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        chunk: int = 1000,
+        slot: int = 0,
+        lora_slot: int | None = None,
     ) -> Generation:
         """A whole request alone: chunks of `chunk` tokens, then single tokens."""
-        generation = self.start(slot, prompt, sampling)
+        generation = self.start(slot, prompt, sampling, lora_slot)
         while len(generation.outputs) < sampling.max_tokens:
             left = len(generation.tokens) - generation.computed
             self.step((generation, min(chunk, left)))

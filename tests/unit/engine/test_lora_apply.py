@@ -1,0 +1,194 @@
+"""Both ways of computing adapters equal the plain formula, for any mix of rows, slots and ranks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from common.engine.lora import apply
+from common.engine.lora.adapter import Factors, LoraAdapter
+from common.engine.lora.apply import LoraRows, Share, Singles, plan_lora
+from common.engine.lora.pool import LoraPool, TargetWeights
+from common.engine.lora.targets import Product, targets_of
+from common.engine.spec import ModelSpec
+
+SLOTS = 6
+SPEC = ModelSpec(
+    architecture="LlamaForCausalLM",
+    vocab_size=10,
+    hidden_size=12,
+    intermediate_size=20,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    max_positions=64,
+    rms_norm_eps=1e-5,
+    eos_token_ids=(),
+    windows=(None,),
+    qkv_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    tied_embeddings=False,
+    rope_type="default",
+    rope_parameters=(),
+)
+TARGETS = targets_of(SPEC)
+WIDTHS = {Product.QKV: (12, 32), Product.OUTPUT: (16, 12), Product.GATE_UP: (12, 40)}
+WIDTHS[Product.DOWN] = (20, 12)
+
+
+def adapter(rank: int, present: Sequence[bool], scale: float = 1.0) -> LoraAdapter:
+    """A first module of the full rank, others of smaller ones."""
+    layer: dict[str, Factors] = {}
+    for index, target in enumerate(TARGETS):
+        if present[index]:
+            own = rank if not layer else max(1, rank - index)
+            layer[target.module] = Factors(
+                torch.randn(own, target.in_features) * scale,
+                torch.randn(target.out_features, own) * scale / own**0.5,
+                0.5 + index,
+            )
+    return LoraAdapter((layer,), rank, "")
+
+
+@dataclass
+class Case:
+    adapters: dict[int, LoraAdapter]
+    rows: list[tuple[int | None, int]]
+    """(slot, tokens) of each row of the batch."""
+
+    def pool(self) -> LoraPool:
+        pool = LoraPool(SPEC, torch.float32, SLOTS, 256)
+        for slot, each in self.adapters.items():
+            pool.place(slot, each, lambda: None)
+        return pool
+
+    def lora_rows(self) -> list[LoraRows]:
+        found = []
+        first = 0
+        for slot, count in self.rows:
+            if slot is not None:
+                found.append(LoraRows(slot, first, count))
+            first += count
+        return found
+
+    def expected(self, product: Product, x: Tensor, y: Tensor) -> Tensor:
+        """Token by token, in float64."""
+        want = y.double().clone()
+        first = 0
+        for slot, count in self.rows:
+            for target in TARGETS:
+                factors = None
+                if slot is not None and target.product is product:
+                    factors = self.adapters[slot].layers[0].get(target.module)
+                if factors is not None:
+                    low = x[first : first + count].double() @ factors.shrink.double().t()
+                    columns = slice(target.first, target.first + target.out_features)
+                    gain = low @ factors.expand.double().t() * factors.scaling
+                    want[first : first + count, columns] += gain
+            first += count
+        return want
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    adapters = {}
+    for slot in draw(st.permutations(range(SLOTS)))[: draw(st.integers(1, SLOTS))]:
+        present = draw(st.lists(st.booleans(), min_size=7, max_size=7))
+        if any(present):
+            rank = draw(st.sampled_from([1, 2, 7, 8, 9, 16, 32, 33, 100, 256]))
+            adapters[slot] = adapter(rank, present)
+    slots = st.sampled_from([None, *adapters])
+    rows = st.tuples(slots, st.sampled_from([1, 1, 1, 2, 5]))
+    return Case(adapters, draw(st.lists(rows, min_size=1, max_size=12)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_any_mix_equals_the_formula(case: Case, never_singles: bool, dtype: torch.dtype) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        if never_singles:
+            patched.setattr(apply, "MAX_SINGLE_RANK", 0)
+        plan = plan_lora(case.pool(), case.lora_rows())
+    if plan is None:
+        assert all(slot is None for slot, _ in case.rows)
+        return
+    tokens = sum(count for _, count in case.rows)
+    base = [slot is None for slot, count in case.rows for _ in range(count)]
+    tolerance = 1e-4 if dtype is torch.float32 else 2e-2
+    for product, (width, out) in WIDTHS.items():
+        x, y = torch.randn(tokens, width).to(dtype), torch.randn(tokens, out).to(dtype)
+        want, before = case.expected(product, x, y), y.clone()
+        plan.add(0, product, x, y)
+        assert torch.equal(y[base], before[base]), "rows of the base model are not touched"
+        largest = max(1.0, float(want.abs().max()))
+        torch.testing.assert_close(y.double(), want, rtol=tolerance, atol=tolerance * largest)
+
+
+def test_decode_rows_of_small_adapters_are_computed_together() -> None:
+    all_of_them = [True] * 7
+    case = Case(
+        {slot: adapter(rank, all_of_them) for slot, rank in enumerate((8, 16, 64, 16, 8, 5))},
+        [(4, 1), (0, 1), (None, 1), (2, 1), (3, 4), (5, 1), (1, 1)],
+    )
+    plan = plan_lora(case.pool(), case.lora_rows())
+    assert plan is not None
+    assert sorted(type(share).__name__ for share in plan.shares) == ["Share", "Share", "Singles",
+                                                                     "Singles"]  # fmt: skip
+    singles = [share for share in plan.shares if isinstance(share, Singles)]
+    assert sum(len(share.offsets) for share in singles) == 4
+
+
+def test_an_adapter_that_overflows_spoils_its_own_rows_only() -> None:
+    all_of_them = [True] * 7
+    case = Case(
+        {
+            0: adapter(8, all_of_them),
+            1: adapter(8, all_of_them, scale=1e17),
+            2: adapter(8, all_of_them),
+        },
+        [(1, 1), (0, 1), (2, 1), (None, 1)],
+    )
+    x = torch.randn(4, 12)
+    x[0] *= 1e10
+    plan = plan_lora(case.pool(), case.lora_rows())
+    assert plan is not None
+    assert any(isinstance(share, Singles) for share in plan.shares)
+    y = torch.zeros(4, 32)
+    plan.add(0, Product.QKV, x, y)
+    assert not y[0].isfinite().all()
+    want = case.expected(Product.QKV, x, torch.zeros(4, 32))
+    torch.testing.assert_close(y[1:].double(), want[1:], rtol=1e-4, atol=1e-4)
+
+
+def test_a_chunk_is_one_share() -> None:
+    case = Case({0: adapter(4, [True] * 7)}, [(None, 3), (0, 5), (0, 1)])
+    plan = plan_lora(case.pool(), case.lora_rows())
+    assert plan is not None
+    (share,) = plan.shares
+    assert isinstance(share, Share)
+    assert share.rows == slice(3, 9), "rows that follow each other are a view"
+
+
+def test_what_no_adapter_changes_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    query_value = [target.module in ("self_attn.q_proj", "self_attn.v_proj") for target in TARGETS]
+    case = Case({0: adapter(4, query_value)}, [(0, 3)])
+    plan = plan_lora(case.pool(), case.lora_rows())
+    assert plan is not None
+    gained: list[str] = []
+    gain = Share.gain
+
+    def watched(self: Share, weights: TargetWeights, x: Tensor) -> Tensor:
+        gained.append(weights.target.module)
+        return gain(self, weights, x)
+
+    monkeypatch.setattr(Share, "gain", watched)
+    for product, (width, out) in WIDTHS.items():
+        plan.add(0, product, torch.randn(3, width), torch.randn(3, out))
+    assert gained == ["self_attn.q_proj", "self_attn.v_proj"]
