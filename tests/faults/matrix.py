@@ -1,10 +1,10 @@
 """The fault matrix: who is struck, by what, and where the requests are at that moment.
 
-One cell: 20 streams begin on two prefill and two decode nodes, half of them through each of two
-routers, which together give the nodes more than they have pages for. When the victim is *seen*
-holding requests in the cell's phase, the fault strikes. Then all clients have their true end, the
-victim is back, idle nodes have every page, new requests are right and no process holds more than
-before.
+One cell: 20 streams, of the base model and three adapters in turn, begin on two prefill and two
+decode nodes, half of them through each of two routers, which together give the nodes more than they
+have pages for. When the victim is *seen* holding requests in the cell's phase, the fault strikes.
+Then all clients have their true end, the victim is back, idle nodes have every page, new requests
+are right and no process holds more than before.
 """
 
 import asyncio
@@ -23,12 +23,12 @@ from tests.faults.load import End, Load, Stream, Work
 from tests.faults.phases import Phase, Watch
 from tests.faults.resources import Baseline
 from tests.integration.client import Client, client
-from tests.integration.oracle import Oracle, random_prompt
+from tests.integration.lora_rig import Wardrobe, load_all, make_wardrobe
+from tests.integration.oracle import random_prompt
 from tests.processes import Fleet, Member, plan_fleet
 from tests.tiny_models import make_tiny_model
 
 STREAMS = 20
-CONFIRMED = 3
 STOPPED_S = 5.0
 BACK_TIMEOUT_S = 60.0
 IDLE_TIMEOUT_S = 30.0
@@ -93,16 +93,16 @@ class Outcome:
 class Arena:
     """Two prefill nodes, two decode nodes, two routers, a load, and what is normal for them."""
 
-    def __init__(self, fleet: Fleet, model: Path) -> None:
+    def __init__(self, fleet: Fleet, wardrobe: Wardrobe) -> None:
         self.fleet = fleet
-        self._model = model
+        self._wardrobe = wardrobe
         self.works: Sequence[Work] = ()
         self._baseline = Baseline()
         self._turn = 0
 
     @classmethod
     def prepare(cls, folder: Path) -> Self:
-        """Make the model and the answers; nothing is started yet."""
+        """Make the model and its adapters; nothing is started yet."""
         model = make_tiny_model("llama", folder / "model", **MODEL)
         fleet = plan_fleet(
             model,
@@ -113,25 +113,35 @@ class Arena:
             node_flags=NODE_FLAGS,
             router_flags=PATIENT,
         )
-        return cls(fleet, model)
+        return cls(fleet, make_wardrobe(model, folder / "adapters"))
 
     async def warm_up(self) -> None:
         """Load without a fault: its answers are the truth, and what everybody holds is normal.
 
-        Transformers confirms some of the answers; `test_parity` is where it confirms all.
+        Transformers and peft confirm some of the answers, one of each adapter; `test_parity` and
+        `test_lora_parity` are where they confirm all.
         """
         await self.fleet.ready()
         chance = random.Random(48)
+        names = [None, *self._wardrobe.adapters]
         asked = [
-            (random_prompt(chance, chance.randint(100, 400)), chance.randint(30, 60))
-            for _ in range(STREAMS)
+            (
+                random_prompt(chance, chance.randint(100, 400)),
+                chance.randint(30, 60),
+                names[number // 2 % len(names)],  # through each router
+            )
+            for number in range(STREAMS)
         ]
         async with client(self.fleet.url) as session:
-            answers = await asyncio.gather(*(session.tokens(p, n) for p, n in asked))
-        self.works = [Work(p, answer) for (p, _), answer in zip(asked, answers, strict=True)]
-        oracle = Oracle(self._model)
-        for work in self.works[:CONFIRMED]:
-            assert work.answer == oracle.answer(work.prompt, len(work.answer))
+            await load_all(session, self._wardrobe)
+            answers = await asyncio.gather(*(session.tokens(p, n, who) for p, n, who in asked))
+        self.works = [
+            Work(prompt, answer, who)
+            for (prompt, _, who), answer in zip(asked, answers, strict=True)
+        ]
+        for work in self.works[: 2 * len(names) : 2]:
+            wanted = self._wardrobe.answer(work.prompt, len(work.answer), work.adapter)
+            assert work.answer == wanted, work.adapter
         for _ in range(2):
             async with Load(self.fleet.urls, self.works) as load:
                 await load.finish()

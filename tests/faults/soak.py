@@ -1,6 +1,7 @@
 """A soak: clients ask for known answers without end, while random faults strike one after another.
 
-Clients stream, wait, go away or abort their own request. The fault maker kills, stops, ends and
+Clients stream, wait, go away or abort their own request, of the base model or an adapter. One
+adapter comes and goes. The fault maker kills, stops, ends and
 pauses one process at a time, sees it back, rests, and goes on; who starts a process again is here
 what a supervisor would be. Every answer is compared with transformers'. The first node of each role
 is stopped and paused like all others but never ended: it sees all its peers come and go, and shows
@@ -12,9 +13,10 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -23,11 +25,14 @@ from tests.faults.load import End, Stream, Work, follow
 from tests.faults.matrix import replays
 from tests.faults.memory import MemoryWatch
 from tests.integration.client import Client, client
+from tests.integration.lora_rig import GUEST, in_use, try_load, try_unload
 from tests.processes import Fleet, Member
 
 ERRORS_SHOWN = 10
 IDLE_TIMEOUT_S = 60.0
 BACK_TIMEOUT_S = 90.0
+LONGEST_VISIT_S = 6.0
+"""Between a load and an unload of the adapter that comes and goes."""
 PAUSE_MODES = ("abort", "retract", "in_place")
 
 
@@ -63,6 +68,10 @@ class Tally:
     errors: list[str] = field(default_factory=list)
     """Requests that nobody aborted and that did not get their whole answer."""
     faults: Counter[str] = field(default_factory=Counter)
+    verbs: Counter[str] = field(default_factory=Counter)
+    """Loads and unloads that were answered."""
+    refusals: list[str] = field(default_factory=list)
+    """Loads and unloads that failed."""
 
     @property
     def requests(self) -> int:
@@ -75,6 +84,8 @@ class Tally:
             self.hung.append(stream.describe())
         elif not stream.is_prefix or stream.ends > 1 or stream.claims_too_much:
             self.wrong.append(stream.describe())
+        elif stream.work.adapter == GUEST and stream.error.startswith("404"):
+            self.verbs["requests while it was away"] += 1
         elif stream.end in (End.ERROR, End.CUT) or (
             stream.end is End.ABORTED and not may_be_aborted
         ):
@@ -86,6 +97,8 @@ class SoakReport:
     tally: Tally
     leaked_pages: dict[str, int]
     """By node, once everything has ended."""
+    adapters_in_use: dict[str, int]
+    """Adapter -> requests that nodes still count then."""
     replays: dict[str, int]
     memory: MemoryWatch
 
@@ -94,6 +107,8 @@ class SoakReport:
         found = [f"wrong: {line}" for line in self.tally.wrong]
         found += [f"hung: {line}" for line in self.tally.hung]
         found += [f"{name} leaked {n} pages" for name, n in self.leaked_pages.items() if n]
+        found += [f"{name} still has {n} users" for name, n in self.adapters_in_use.items()]
+        found += self.tally.refusals
         return found
 
     def lines(self) -> list[str]:
@@ -105,6 +120,7 @@ class SoakReport:
             f"leaked pages {sum(self.leaked_pages.values())}, "
             f"ended with an error {len(tally.errors)}",
             "faults: " + _counts(tally.faults),
+            "an adapter that came and went: " + _counts(tally.verbs),
             "replays: " + _counts(self.replays),
             *self.memory.lines(),
             *(f"error: {line}" for line in tally.errors[:ERRORS_SHOWN]),
@@ -119,8 +135,13 @@ def _counts(counts: Any) -> str:
 class Soak:
     """One run over a fleet that is ready."""
 
-    def __init__(self, fleet: Fleet, works: Sequence[Work], settings: SoakSettings) -> None:
+    def __init__(
+        self, fleet: Fleet, works: Sequence[Work], guest: Path, settings: SoakSettings
+    ) -> None:
+        """`guest`: the adapter that some of `works` are for and that comes and goes; all others
+        are loaded."""
         self._fleet = fleet
+        self._guest = guest
         self._works = works
         self._settings = settings
         self._chance = random.Random(settings.seed)
@@ -144,11 +165,14 @@ class Soak:
                 chance = random.Random(f"{self._settings.seed} {number}")
                 tasks.create_task(self._ask_until(until, session, chance))
             tasks.create_task(self._break_until(until))
+            tasks.create_task(self._come_and_go_until(until))
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         leaked = await self._leaked()
         self._replays.update(await self._replays_now())
-        return SoakReport(self._tally, leaked, dict(self._replays), memory)
+        async with client(self._fleet.url) as session:
+            users = await in_use(session)
+        return SoakReport(self._tally, leaked, users, dict(self._replays), memory)
 
     # ------------------------------------------------------------ clients
 
@@ -196,6 +220,28 @@ class Soak:
                 await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError):
             return  # the router is away; its requests have ended with it
+
+    async def _come_and_go_until(self, until: float) -> None:
+        """Load the guest and unload it, over and over; it is away in the end."""
+        chance = random.Random(f"{self._settings.seed} guest")
+        while time.monotonic() < until:
+            await asyncio.sleep(chance.uniform(0, LONGEST_VISIT_S))
+            await self._verb("load", lambda c: try_load(c, GUEST, self._guest))
+            await asyncio.sleep(chance.uniform(0, LONGEST_VISIT_S))
+            await self._verb("unload", lambda c: try_unload(c, GUEST))
+
+    async def _verb(self, what: str, ask: Callable[[Client], Awaitable[tuple[int, Any]]]) -> None:
+        """It must be done, whatever happens to nodes meanwhile; a dead router may forget it."""
+        began = time.monotonic()
+        try:
+            async with client(self._fleet.url) as session:
+                status, answer = await ask(session)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            status, answer = 0, repr(error)
+        self._tally.verbs[what] += status == 200
+        if status != 200 and not self._settings.router_dies:
+            took = time.monotonic() - began
+            self._tally.refusals.append(f"{what} after {took:.1f} s: {status} {answer}")
 
     # ------------------------------------------------------------ faults
 

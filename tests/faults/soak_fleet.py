@@ -1,20 +1,24 @@
-"""What a soak runs on: two prefill and two decode nodes with small pools, and a list of answers."""
+"""What a soak runs on: two prefill and two decode nodes with small pools, and a list of answers of
+the base model and adapters, more of these than there are slots or is memory for."""
 
 import asyncio
 import random
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults.load import make_work
+from tests.faults.load import Work
 from tests.faults.matrix import PATIENT
 from tests.faults.soak import Soak, SoakReport, SoakSettings
-from tests.integration.oracle import Oracle
-from tests.processes import fleet
+from tests.integration.client import client
+from tests.integration.lora_rig import GUEST, Wardrobe, load, make_wardrobe
+from tests.processes import Fleet, fleet
 from tests.tiny_models import make_tiny_model
 
-NUM_WORKS = 40
+WORKS_EACH = 12
+"""For each adapter and the base model."""
 NODE_FLAGS = {
     "num_pages": 60, "chunk_size": 64, "lease_s": 3, "longest_post_s": 1, "peer_timeout_s": 3,
+    "max_loras_per_batch": 2, "max_loaded_loras": 2,
 }  # fmt: skip
 """Pools for some five requests, so that retraction and waiting for pages are part of the day."""
 
@@ -24,9 +28,21 @@ def run_soak(
 ) -> SoakReport:
     """Make the model, its answers and the fleet in `folder`, soak, end everything."""
     model = make_tiny_model("llama", folder / "model")
-    chance = random.Random(settings.seed)
-    works = make_work(Oracle(model), chance, NUM_WORKS, (1, 200), (10, 120))
+    wardrobe = make_wardrobe(model, folder / "adapters")
+    *_, last = wardrobe.adapters
+    wardrobe.adapters[GUEST] = wardrobe.adapters.pop(last)
+    works = wardrobe.works(random.Random(settings.seed), WORKS_EACH, (1, 200), (10, 120))
     with fleet(model, prefill=2, decode=2, node_flags=NODE_FLAGS, router_flags=PATIENT) as running:
         if say is not None:
             say(f"{len(works)} answers known, {len(running.members)} processes ready")
-        return asyncio.run(Soak(running, works, settings).run())
+        return asyncio.run(_soak(running, wardrobe, works, settings))
+
+
+async def _soak(
+    running: Fleet, wardrobe: Wardrobe, works: list[Work], settings: SoakSettings
+) -> SoakReport:
+    async with client(running.url) as session:
+        for name, path in wardrobe.adapters.items():
+            if name != GUEST:
+                await load(session, name, path)
+    return await Soak(running, works, wardrobe.adapters[GUEST], settings).run()

@@ -39,9 +39,7 @@ class Client:
         self, prompt: list[int], count: int, adapter: str | None = None, **sampling: Any
     ) -> list[int]:
         """Exactly `count` greedy tokens, not streamed, of the base model or an adapter."""
-        body = self._body(prompt, count, sampling)
-        if adapter is not None:
-            body["lora_path"] = adapter
+        body = self._body(prompt, count, adapter, sampling)
         status, answer = await self.post("/generate", body)
         assert status == 200, answer
         ids: list[int] = answer["output_ids"]
@@ -53,10 +51,11 @@ class Client:
         count: int,
         on_chunk: Callable[[int], object] | None = None,
         rid: str | None = None,
+        adapter: str | None = None,
         **sampling: Any,
     ) -> list[int]:
         """The same, streamed; `on_chunk` hears how many tokens there are after each chunk."""
-        body = self._body(prompt, count, sampling) | {"stream": True}
+        body = self._body(prompt, count, adapter, sampling) | {"stream": True}
         if rid is not None:
             body["rid"] = rid
         ids: list[int] = []
@@ -77,9 +76,12 @@ class Client:
         return ids
 
     @staticmethod
-    def _body(prompt: list[int], count: int, sampling: dict[str, Any]) -> dict[str, Any]:
+    def _body(
+        prompt: list[int], count: int, adapter: str | None, sampling: dict[str, Any]
+    ) -> dict[str, Any]:
         params = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True} | sampling
-        return {"input_ids": prompt, "sampling_params": params}
+        body: dict[str, Any] = {"input_ids": prompt, "sampling_params": params}
+        return body if adapter is None else body | {"lora_path": adapter}
 
     async def nodes(self) -> list[dict[str, Any]]:
         _, info = await self.get("/get_server_info")
