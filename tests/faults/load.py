@@ -28,6 +28,10 @@ class Work:
     adapter: str | None = None
     """Name of the adapter that answers so; None for the base model."""
 
+    def cut(self, count: int) -> "Work":
+        """The same, asking for no more than `count` tokens."""
+        return Work(self.prompt, self.answer[:count], self.adapter)
+
 
 def make_work(
     oracle: Oracle,

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from router.tokens import load_codec
-from tests.faults.load import Load
+from tests.faults.load import Load, Work
 from tests.faults.matrix import PATIENT
 from tests.integration.client import Client, client, eventually
 from tests.integration.lora_rig import (
@@ -46,9 +46,10 @@ def running(wardrobe: Wardrobe) -> Iterator[Fleet]:
 
 
 def test_three_adapters_and_the_base_model_while_nodes_retract_and_die(
-    running: Fleet, wardrobe: Wardrobe
+    running: Fleet, wardrobe: Wardrobe, lora_works: list[Work]
 ) -> None:
-    works = wardrobe.works(random.Random(64), 24, (1, 150), (40, 100))
+    chance = random.Random(64)
+    works = [work.cut(chance.randint(40, 120)) for work in lora_works * 3]
 
     async def run() -> None:
         async with showing_logs(running), client(running.url) as session:

@@ -48,16 +48,8 @@ STATES = [
     ("decode", "transfer"),
     ("decode", "running"),
 ]
-LONG = 150
-"""Output tokens of requests that should not be over when something happens to them."""
-
 pytestmark = pytest.mark.timeout(300)
 """Starting a fleet takes a busy machine a minute, and counts for the first test."""
-
-
-@pytest.fixture(scope="module")
-def works(wardrobe: Wardrobe) -> list[Work]:
-    return wardrobe.works(random.Random(29179), 8, (20, 250), (LONG, LONG))
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +75,11 @@ async def dressed(running: Fleet, wardrobe: Wardrobe) -> AsyncIterator[Client]:
         await session.wait_idle()
 
 
-async def serves_right(session: Client, works: list[Work]) -> None:
+async def serves_right(session: Client, lora_works: list[Work]) -> None:
     """One request after the other, for every adapter that is loaded and the base model."""
     known = await listed(session)
     tried: set[str | None] = set()
-    for work in works:
+    for work in lora_works:
         if work.adapter not in tried and work.adapter in {None, *known}:
             tried.add(work.adapter)
             assert await session.tokens(work.prompt, 20, work.adapter) == work.answer[:20]
@@ -100,11 +92,11 @@ async def serves_right(session: Client, works: list[Work]) -> None:
 @pytest.mark.parametrize("how", ["abort", "leave"])
 @pytest.mark.parametrize(("role", "queue"), STATES, ids=str)
 def test_ended_in_every_state_while_nothing_computes(
-    role: str, queue: str, how: str, running: Fleet, wardrobe: Wardrobe, works: list[Work]
+    role: str, queue: str, how: str, running: Fleet, wardrobe: Wardrobe, lora_works: list[Work]
 ) -> None:
     async def run() -> None:
         async with dressed(running, wardrobe) as session:
-            async with Load(running.urls, works) as load:
+            async with Load(running.urls, lora_works) as load:
                 await pause_while_some_are(session, role, queue)
                 assert await in_use(session) != {}
                 at_nodes = await requests_at_nodes(session)
@@ -112,7 +104,7 @@ def test_ended_in_every_state_while_nothing_computes(
                 if how == "abort":
                     await abort_all(session)
                 else:
-                    for number in range(len(works)):
+                    for number in range(len(lora_works)):
                         load.leave(number)
                 await load.finish()
                 assert all(stream.is_prefix for stream in load.streams)
@@ -122,7 +114,7 @@ def test_ended_in_every_state_while_nothing_computes(
                 await go_on(session)
             assert await held_by(session) == {node.name: set() for node in running.nodes}
             await load_all(session, wardrobe)
-            await serves_right(session, works)
+            await serves_right(session, lora_works)
 
     asyncio.run(run())
 
@@ -151,14 +143,14 @@ async def requests_at_nodes(session: Client) -> int:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_ended_at_random_moments(
-    seed: int, running: Fleet, wardrobe: Wardrobe, works: list[Work]
+    seed: int, running: Fleet, wardrobe: Wardrobe, lora_works: list[Work]
 ) -> None:
     """Clients leave or abort one by one while all else goes on; and one unload waits for them."""
 
     async def run() -> None:
         chance = random.Random(seed)
-        async with dressed(running, wardrobe) as session, Load(running.urls, works) as load:
-            for number in chance.sample(range(len(works)), len(works)):
+        async with dressed(running, wardrobe) as session, Load(running.urls, lora_works) as load:
+            for number in chance.sample(range(len(lora_works)), len(lora_works)):
                 await asyncio.sleep(chance.uniform(0, 0.05))
                 if chance.random() < 0.5:
                     load.leave(number)
@@ -175,11 +167,16 @@ def test_ended_at_random_moments(
     asyncio.run(run())
 
 
-def test_four_choices_each(running: Fleet, wardrobe: Wardrobe, works: list[Work]) -> None:
+def test_four_choices_each(running: Fleet, wardrobe: Wardrobe, lora_works: list[Work]) -> None:
     """`n=4` in all ways: whole, aborted, and left alone."""
 
     async def ask(session: Client, number: int, work: Work) -> list[list[int]]:
-        sampling = {"temperature": 0, "max_new_tokens": LONG, "ignore_eos": True, "n": 4}
+        sampling = {
+            "temperature": 0,
+            "max_new_tokens": len(work.answer),
+            "ignore_eos": True,
+            "n": 4,
+        }
         body = {"input_ids": work.prompt, "sampling_params": sampling, "rid": f"four-{number}"}
         whole = body | ({} if work.adapter is None else {"lora_path": work.adapter})
         status, answer = await session.post("/generate", whole)
@@ -190,7 +187,7 @@ def test_four_choices_each(running: Fleet, wardrobe: Wardrobe, works: list[Work]
         async with dressed(running, wardrobe) as session:
             asking = [
                 asyncio.create_task(ask(session, number, work))
-                for number, work in enumerate(works[:12])
+                for number, work in enumerate(lora_works[:12])
             ]
             await eventually(lambda: everything_is_busy(session), 20)
             for number in range(0, 12, 3):
@@ -198,7 +195,7 @@ def test_four_choices_each(running: Fleet, wardrobe: Wardrobe, works: list[Work]
                 asking[number + 1].cancel()
             answers = await asyncio.gather(*asking, return_exceptions=True)
             for number in range(2, 12, 3):
-                assert answers[number] == [works[number].answer] * 4
+                assert answers[number] == [lora_works[number].answer] * 4
             for name in wardrobe.adapters:
                 await unload_promptly(session, name)
 
@@ -214,7 +211,9 @@ async def everything_is_busy(session: Client) -> bool:
 # ---------------------------------------------------------------- refused, too late, in the way
 
 
-def test_prompts_that_are_too_long(running: Fleet, wardrobe: Wardrobe, works: list[Work]) -> None:
+def test_prompts_that_are_too_long(
+    running: Fleet, wardrobe: Wardrobe, lora_works: list[Work]
+) -> None:
     async def run() -> None:
         prompt = random_prompt(random.Random(400), 500)
         async with dressed(running, wardrobe) as session:
@@ -229,9 +228,9 @@ def test_prompts_that_are_too_long(running: Fleet, wardrobe: Wardrobe, works: li
     asyncio.run(run())
 
 
-def test_time_outs(running: Fleet, wardrobe: Wardrobe, works: list[Work]) -> None:
+def test_time_outs(running: Fleet, wardrobe: Wardrobe, lora_works: list[Work]) -> None:
     async def ask(session: Client, work: Work) -> int:
-        sampling = {"temperature": 0, "max_new_tokens": LONG, "ignore_eos": True}
+        sampling = {"temperature": 0, "max_new_tokens": len(work.answer), "ignore_eos": True}
         body = {"input_ids": work.prompt, "sampling_params": sampling, "timeout_s": 0.2}
         body |= {} if work.adapter is None else {"lora_path": work.adapter}
         status, _ = await session.post("/generate", body)
@@ -239,7 +238,7 @@ def test_time_outs(running: Fleet, wardrobe: Wardrobe, works: list[Work]) -> Non
 
     async def run() -> None:
         async with dressed(running, wardrobe) as session:
-            statuses = await asyncio.gather(*(ask(session, work) for work in works))
+            statuses = await asyncio.gather(*(ask(session, work) for work in lora_works))
             assert set(statuses) <= {200, 504}
             assert 504 in statuses
             for name in wardrobe.adapters:
@@ -249,10 +248,10 @@ def test_time_outs(running: Fleet, wardrobe: Wardrobe, works: list[Work]) -> Non
 
 
 def test_unload_waits_for_whoever_runs_and_refuses_others_at_once(
-    running: Fleet, wardrobe: Wardrobe, works: list[Work]
+    running: Fleet, wardrobe: Wardrobe, lora_works: list[Work]
 ) -> None:
     name = next(iter(wardrobe.adapters))
-    own = [work for work in works if work.adapter == name]
+    own = [work for work in lora_works if work.adapter == name]
 
     async def run() -> None:
         async with dressed(running, wardrobe) as session:
@@ -286,7 +285,7 @@ async def is_not_found(session: Client, work: Work) -> bool:
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_a_node_dies_and_what_it_ran_ends_elsewhere(
-    role: str, running: Fleet, wardrobe: Wardrobe, works: list[Work]
+    role: str, running: Fleet, wardrobe: Wardrobe, lora_works: list[Work]
 ) -> None:
     """The unload comes while the node is away; when it is back it has what is loaded, no more."""
     gone, *kept = wardrobe.adapters
@@ -294,7 +293,7 @@ def test_a_node_dies_and_what_it_ran_ends_elsewhere(
     async def run() -> None:
         victim = running[f"{role}-1"]
         async with dressed(running, wardrobe) as session:
-            async with Load(running.urls, works) as load:
+            async with Load(running.urls, lora_works) as load:
                 await eventually(lambda: everything_is_busy(session), 20)
                 victim.kill()
                 await load.finish()
@@ -303,13 +302,13 @@ def test_a_node_dies_and_what_it_ran_ends_elsewhere(
             victim.start()
             await running.ready()
             assert (await held_by(session))[victim.name] == set(kept)
-            await serves_right(session, works)
+            await serves_right(session, lora_works)
 
     asyncio.run(run())
 
 
 def test_a_node_that_slept_through_an_unload_is_told(
-    running: Fleet, wardrobe: Wardrobe, works: list[Work]
+    running: Fleet, wardrobe: Wardrobe, lora_works: list[Work]
 ) -> None:
     """It wakes up with the adapter; that must not make the adapter rise again."""
     gone, *kept = wardrobe.adapters
@@ -330,7 +329,7 @@ def test_a_node_that_slept_through_an_unload_is_told(
             await eventually(told, 10)
             assert gone not in await listed(session)
             await load(session, gone, wardrobe.adapters[gone])
-            await serves_right(session, works)
+            await serves_right(session, lora_works)
 
     asyncio.run(run())
 
@@ -339,13 +338,13 @@ def test_a_node_that_slept_through_an_unload_is_told(
 
 
 def test_streams_finish_while_their_adapter_comes_and_goes(
-    running: Fleet, wardrobe: Wardrobe, works: list[Work]
+    running: Fleet, wardrobe: Wardrobe, lora_works: list[Work]
 ) -> None:
     """sglang#27597 with processes: short requests end in the very steps of unloads and loads,
     while long prompts of the base model keep prefill's admission busy."""
     name = next(iter(wardrobe.adapters))
-    short = [work for work in works if work.adapter == name]
-    base = [work for work in works if work.adapter is None]
+    short = [work for work in lora_works if work.adapter == name]
+    base = [work for work in lora_works if work.adapter is None]
 
     async def run() -> None:
         stop = asyncio.Event()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.adapters import AdapterSpec, make_adapter
-from tests.faults.load import Load
+from tests.faults.load import Load, Work
 from tests.faults.matrix import PATIENT
 from tests.integration.client import Client, client
 from tests.integration.lora_rig import (
@@ -160,9 +160,11 @@ def test_what_does_not_fit_is_refused_by_name(
 # ---------------------------------------------------------------- memory
 
 
-def test_more_adapters_than_fit_are_read_again(running: Fleet, wardrobe: Wardrobe) -> None:
+def test_more_adapters_than_fit_are_read_again(
+    running: Fleet, wardrobe: Wardrobe, lora_works: list[Work]
+) -> None:
     """Three adapters, memory and slots for two: all are served, one by one and all at once."""
-    works = wardrobe.works(random.Random(3), 8, (1, 100), (10, 40))
+    works = [work.cut(40) for work in lora_works]
 
     async def run() -> None:
         async with naked(running) as session:

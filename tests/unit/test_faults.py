@@ -8,6 +8,7 @@ from tests.faults.matrix import CELLS, Cell, Fault, Outcome
 from tests.faults.memory import MemoryWatch, Series
 from tests.faults.phases import Phase, in_phase
 from tests.faults.soak import Tally
+from tests.integration.lora_rig import GUEST
 from tests.processes import Fleet
 
 ANSWER = [5, 6, 7]
@@ -89,6 +90,16 @@ def test_a_soak_counts_each_stream_once() -> None:
     tally.judge(ended([5], End.HUNG, 0), may_be_aborted=False)
     assert len(tally.hung) == 1
     assert tally.requests == 7
+
+
+def test_only_the_adapter_that_comes_and_goes_may_be_not_found() -> None:
+    tally = Tally()
+    for adapter, error in ((GUEST, "404 {}"), (GUEST, "503 {}"), ("stays", "404 {}")):
+        stream = Stream(Work([1], ANSWER, adapter), "http://router", "rid")
+        stream.terminal(End.ERROR, error)
+        tally.judge(stream, may_be_aborted=False)
+    assert len(tally.errors) == 2
+    assert not tally.wrong
 
 
 def test_a_restart_is_no_growth_and_growth_is_seen_over_it() -> None:
