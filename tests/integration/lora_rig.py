@@ -1,6 +1,7 @@
 """Adapters on a cluster of real processes: what they answer, the verbs, and who still uses them."""
 
 import random
+import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -9,8 +10,9 @@ from typing import Any
 
 from tests.adapters import make_adapters
 from tests.faults.load import Work, make_work
-from tests.integration.client import Client, eventually
+from tests.integration.client import Client, client, eventually
 from tests.integration.oracle import Oracle
+from tests.processes import Fleet
 
 NAMES = ("qv-4", "mlp-16-rslora", "uneven-12")
 """Of `ADAPTERS`: of different ranks and targets, one with rslora and one with patterns."""
@@ -140,6 +142,18 @@ async def nobody_uses_any(session: Client, timeout_s: float = PROMPT_S) -> None:
         return await in_use(session)
 
     await eventually(unused, timeout_s, explain)
+
+
+async def mend(running: Fleet) -> None:
+    """Whatever a test before left behind: everybody runs, nothing is paused, nobody asks."""
+    for member in running.members.values():
+        member.signal(signal.SIGCONT)
+        if not member.is_alive:
+            member.start()
+    await running.ready()
+    async with client(running.url) as session:
+        await abort_all(session)
+        await go_on(session)
 
 
 # ---------------------------------------------------------------- requests

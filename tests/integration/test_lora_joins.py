@@ -20,6 +20,7 @@ from tests.integration.lora_rig import (
     held_by,
     listed,
     load,
+    mend,
     nobody_uses_any,
     try_load,
     unload,
@@ -91,6 +92,9 @@ def works(wardrobe: Wardrobe, lora_works: list[Work]) -> list[Work]:
 async def naked(running: Fleet) -> AsyncIterator[Client]:
     """A session with the fleet; what is loaded in the body is unloaded afterwards."""
     async with showing_logs(running), client(running.url) as session:
+        await mend(running)
+        for name in await listed(session):
+            await unload(session, name)
         yield session
         await nobody_uses_any(session)
         for name in await listed(session):

@@ -26,6 +26,7 @@ from tests.integration.lora_rig import (
     listed,
     load,
     load_all,
+    mend,
     nobody_uses_any,
     pause,
     try_unload,
@@ -69,6 +70,7 @@ def running(wardrobe: Wardrobe) -> Iterator[Fleet]:
 async def dressed(running: Fleet, wardrobe: Wardrobe) -> AsyncIterator[Client]:
     """A session with the fleet, all adapters loaded; nothing may be left when the body is done."""
     async with showing_logs(running), client(running.url) as session:
+        await mend(running)
         await load_all(session, wardrobe)
         yield session
         await nobody_uses_any(session)

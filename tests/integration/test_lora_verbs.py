@@ -20,6 +20,7 @@ from tests.integration.lora_rig import (
     listed,
     load,
     load_all,
+    mend,
     nobody_uses_any,
     try_load,
     try_unload,
@@ -50,6 +51,9 @@ def running(wardrobe: Wardrobe) -> Iterator[Fleet]:
 async def naked(running: Fleet) -> AsyncIterator[Client]:
     """A session with the fleet; whatever is loaded in the body is unloaded afterwards."""
     async with showing_logs(running), client(running.url) as session:
+        await mend(running)
+        for name in await listed(session):
+            await unload(session, name)
         yield session
         await nobody_uses_any(session)
         for name in await listed(session):
