@@ -85,7 +85,7 @@ async def all_on_one_decode_node(session: Client, wardrobe: Wardrobe) -> bool:
         stats = (await session.node_info(node))["stats"]
         users = stats.get("running_loras", {})
         mixed = set(users) == set(wardrobe.adapters)
-        if node["role"] == "decode" and mixed and stats["running"] > 0:
+        if node["role"] == "decode" and mixed and stats.get("running", 0) > 0:
             return bool(sum(stats["queues"].values()) > sum(users.values()))
     return False
 

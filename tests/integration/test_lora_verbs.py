@@ -91,7 +91,7 @@ def test_loaded_twice_and_unloaded_twice(running: Fleet, wardrobe: Wardrobe) -> 
             assert "was never loaded" in answer["error_message"]
             loaded = await load(session, name, path)
             assert loaded["loaded_adapters"] == {name: str(path)}
-            assert len(loaded["digest"]) == 64
+            assert bytes.fromhex(loaded["digest"])
             await refused(session, name, path, "already loaded")
             assert await answers(session, wardrobe, name)
             await unload(session, name)
