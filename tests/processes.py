@@ -217,7 +217,7 @@ async def _joined(session: Client) -> dict[str, int] | None:
         nodes = await session.nodes()
     except (aiohttp.ClientError, OSError, TimeoutError):
         return None
-    if any(node["state"] != "ready" for node in nodes):
+    if any(node["state"] != "ready" or not node["equipped"] for node in nodes):
         return None
     return {node["name"]: node["pid"] for node in nodes}
 

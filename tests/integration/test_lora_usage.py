@@ -60,6 +60,7 @@ def running(wardrobe: Wardrobe) -> Iterator[Fleet]:
         prefill=2,
         decode=2,
         node_flags=NODE_FLAGS,
+        prefill_flags={"max_running_requests": 2},
         decode_flags={"reserve_pages": 0},
         router_flags=ROUTER_FLAGS,
     ) as made:
