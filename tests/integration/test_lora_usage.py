@@ -41,9 +41,8 @@ NODE_FLAGS = {
 }  # fmt: skip
 """Pools for about four requests and slots for two of three adapters: some of everything waits."""
 ROUTER_FLAGS = PATIENT | {"heartbeat_s": 0.25, "node_timeout_s": 1.5}
-STATES = [
+STATES = [  # prefill's `waiting` and `inflight` are over before a look at them is
     ("prefill", "bootstrap"),
-    ("prefill", "waiting"),
     ("prefill", "prefilling"),
     ("decode", "prealloc"),
     ("decode", "transfer"),
@@ -60,7 +59,6 @@ def running(wardrobe: Wardrobe) -> Iterator[Fleet]:
         prefill=2,
         decode=2,
         node_flags=NODE_FLAGS,
-        prefill_flags={"max_running_requests": 2},
         decode_flags={"reserve_pages": 0},
         router_flags=ROUTER_FLAGS,
     ) as made:
