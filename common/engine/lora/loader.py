@@ -1,8 +1,10 @@
 """Carries out a scheduler's adapter commands beside the engine, which never waits for a disk, a hub
 or a copy.
 
-One thread works commands off in order. It does a millisecond's work, then rests for as long, so
-that running streams keep their pace however large an adapter is.
+One thread works commands off in order. It does a millisecond's work, then rests for three, so that
+running streams keep their pace however large an adapter is, also where the processor that it works
+on is not a spare one. It has the priority of the others: with a lower one it was put aside while it
+held the GIL, and the engine waited for it for a second.
 """
 
 import logging
@@ -33,7 +35,9 @@ log = logging.getLogger(__name__)
 
 WORK_S = 0.001
 """Work between two rests; a single read or hash of one tensor may take longer."""
-MAX_REST_S = 0.01
+RESTS = 3
+"""Times as long as it worked before."""
+MAX_REST_S = 0.03
 JOIN_S = 2.0
 """How long `close` waits; only the fetching of a file from a hub takes longer to break off."""
 CLOSED = "this node is ending"
@@ -160,7 +164,7 @@ class AdapterLoader:
         """Called often; sleeps only after work worth resting for. Raises when closing."""
         worked_s = time.monotonic() - self._rested_at
         if worked_s >= WORK_S or self._closing.is_set():
-            if self._closing.wait(min(worked_s, MAX_REST_S)):
+            if self._closing.wait(min(RESTS * worked_s, MAX_REST_S)):
                 raise _Closing
             self._rested_at = time.monotonic()
 
