@@ -100,6 +100,10 @@ class ModelRouter:
             if client.end is None and client.pair is None:
                 self._dispatch(client)
 
+    def knows(self, adapter: Adapter) -> bool:
+        """Whether a request may name it."""
+        return not self.world.adapters.is_gone(adapter)
+
     def receive(self, node: Incarnation, body: ToRouter) -> None:
         if node not in self.muted:
             self.pending[node].append(body)

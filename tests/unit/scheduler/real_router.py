@@ -34,7 +34,7 @@ from router.nodes import NodeRegistry
 from router.policies import random_choice
 from router.replay import ReplayLimits
 from router.requests import Job, JobAborted, JobFailed, NewTokens, Output
-from tests.unit.scheduler.client import Client
+from tests.unit.scheduler.client import GONE, Client
 from tests.unit.scheduler.model import Violation
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ class Listening:
             case JobAborted():
                 client.aborted = True
                 self._end("abort")
+            case JobFailed(error) if client.adapter is not None and error.status == 404:
+                self._end(GONE)
             case JobFailed(error):
                 raise Violation(f"{client.rid} failed: {error}")
 
@@ -116,6 +118,10 @@ class RealRouter:
             client.rid, "", prompt, sampling, listening, self.world.now, adapter=adapter
         )
         return client
+
+    def knows(self, adapter: Adapter) -> bool:
+        """Whether a request may name it."""
+        return self._adapters.serves(adapter)
 
     def receive(self, node: Incarnation, body: ToRouter) -> None:
         self.pending[node].append(body)

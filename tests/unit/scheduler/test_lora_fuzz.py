@@ -9,8 +9,10 @@ import random
 import pytest
 
 from common.messages import LoadAdapter, UnloadAdapter
+from tests.unit.scheduler.client import ModelRouter
 from tests.unit.scheduler.model import VOCAB
-from tests.unit.scheduler.test_fuzz import disturb
+from tests.unit.scheduler.real_router import RealRouter
+from tests.unit.scheduler.test_fuzz import Router, disturb
 from tests.unit.scheduler.world import World
 
 NAMES = ("a", "b", "c", "d", "e")
@@ -20,7 +22,8 @@ def submit(world: World, chance: random.Random) -> None:
     prompt = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 40))]
     stop = (chance.randrange(VOCAB),) if chance.random() < 0.3 else ()
     wanted = [w.adapter for w in world.adapters.wanted.values() if not w.going]
-    adapter = chance.choice([None, *wanted, *wanted])
+    known = [adapter for adapter in wanted if world.router.knows(adapter)]
+    adapter = chance.choice([None, *known, *known])
     world.router.submit(prompt, chance.choice([1, 1, 2, 8, 30]), stop, adapter)
 
 
@@ -57,7 +60,7 @@ def disturb_adapters(world: World, chance: random.Random) -> None:
             pass
 
 
-def run(seed: int, steps: int = 150) -> World:
+def run(seed: int, steps: int = 150, router: Router = ModelRouter) -> World:
     chance = random.Random(seed)
     slots = chance.randint(1, 3)
     world = World(
@@ -71,6 +74,7 @@ def run(seed: int, steps: int = 150) -> World:
         max_loras_per_batch=slots,
         max_loaded_loras=slots + chance.randint(0, 2),
         lora_drain_wait_s=chance.choice([0.0, 1.0, 3.0]),
+        router=router,
     )
     for _ in range(steps):
         if chance.random() < 0.25:
@@ -83,16 +87,20 @@ def run(seed: int, steps: int = 150) -> World:
     return world
 
 
+@pytest.mark.parametrize("router", [ModelRouter, RealRouter])
 @pytest.mark.parametrize("seed", range(150))
-def test_no_text_is_computed_with_another_adapter_and_none_is_lost(seed: int) -> None:
-    run(seed)
+def test_no_text_is_computed_with_another_adapter_and_none_is_lost(
+    seed: int, router: Router
+) -> None:
+    run(seed, router=router)
 
 
-def test_the_fuzz_reaches_what_it_is_for() -> None:
+@pytest.mark.parametrize("router", [ModelRouter, RealRouter])
+def test_the_fuzz_reaches_what_it_is_for(router: Router) -> None:
     seen: dict[str, int] = {}
     answered = with_adapter = 0
     for seed in range(40):
-        world = run(seed)
+        world = run(seed, router=router)
         answered += len(world.adapters.answers)
         with_adapter += sum(c.adapter is not None and bool(c.output) for c in world.router.clients)
         for node in world.nodes.values():

@@ -258,6 +258,22 @@ def test_when_memory_is_full_of_what_is_used_a_new_one_is_checked_and_dropped() 
     assert node.scheduler.stats().loras_in_memory == 1
 
 
+def test_what_is_being_copied_stays_in_memory_though_nobody_uses_it() -> None:
+    node = prefill(max_loras_per_batch=1, max_loaded_loras=1)
+    node.serve("a")
+    node.router(generate(1, adapter=adapter("a")))
+    assert node.step().adapters == (PlaceAdapter(1, 0),)
+    node.router(Abort(1))
+    node.commands.clear()
+    node.load("b")
+    node.step()
+    node.loader()
+    assert node.step().adapters == (DropAdapter(2),)
+    node.scheduler.on_adapter(AdapterPlaced(1, 0), node.now)
+    node.serve("c")
+    assert node.scheduler.counters["lora_evictions"] == 1, "now it may go"
+
+
 def test_what_nobody_uses_is_driven_out_of_memory_the_least_recently_used_first() -> None:
     node = prefill(max_loras_per_batch=1, max_loaded_loras=2)
     node.serve("a", "b")

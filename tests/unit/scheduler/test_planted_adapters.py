@@ -13,7 +13,7 @@ from common.messages import Adapter
 from common.request import Req
 from common.scheduler import Scheduler
 from common.tombstones import Tombstone
-from tests.unit.scheduler import test_lora_drain, test_lora_slots, test_lora_usage
+from tests.unit.scheduler import test_lora_drain, test_lora_slots, test_lora_usage, test_lora_verbs
 from tests.unit.scheduler.test_lora_fuzz import run
 from tests.unit.scheduler.test_lora_race import race
 
@@ -110,8 +110,14 @@ def the_horizon_of_a_drain_does_not_shrink(patch: pytest.MonkeyPatch) -> None:
         (a_held_slot_is_given_away, fuzz),
         (a_slot_is_given_away_while_it_is_filled, fuzz),
         (computed_before_the_adapter_is_there, fuzz),
-        (adapters_are_told_apart_by_name_alone, fuzz),
-        (memory_is_taken_from_what_is_being_copied, fuzz),
+        (
+            adapters_are_told_apart_by_name_alone,
+            test_lora_verbs.test_a_name_that_was_unloaded_is_loaded_anew_with_other_content,
+        ),
+        (
+            memory_is_taken_from_what_is_being_copied,
+            test_lora_verbs.test_what_is_being_copied_stays_in_memory_though_nobody_uses_it,
+        ),
         (a_failed_copy_keeps_its_slot, fuzz),
         (an_unload_is_answered_while_it_is_used, fuzz),
         (
