@@ -1,8 +1,8 @@
 """Whether decode may take a request's pages now, and who gives pages back: pure decisions."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from common.lifecycle import ReqQueue
+from common.lifecycle import ReqQueue, State
 from decode_node.request import DecodeReq
 
 
@@ -35,17 +35,13 @@ def has_room(
     return fits(need, free, reserve(growing, per_request), alone=not active)
 
 
-def choose_victim(
-    running: ReqQueue[DecodeReq],
-    waiting: ReqQueue[DecodeReq],
-    transferring: ReqQueue[DecodeReq],
-    aborting: ReqQueue[DecodeReq],
-) -> DecodeReq | None:
+def choose_victim(queues: Mapping[State, ReqQueue[DecodeReq]]) -> DecodeReq | None:
     """Of the last in rank of each queue, the one to retract; never the first of all.
 
     One whose pages are still being written gives nothing back at once, so such a one is asked only
     when nobody else is left, and one at a time.
     """
+    running, waiting = queues[State.RUNNING], queues[State.WAITING]
     if len(running) + len(waiting) > 1:
         return max(filter(None, (running.last, waiting.last)), key=lambda req: req.rank)
-    return None if len(aborting) else transferring.last
+    return None if len(queues[State.ABORTING]) else queues[State.TRANSFER].last

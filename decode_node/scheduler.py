@@ -330,8 +330,12 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             req.unsent_pages = list(req.pages)
             self._mark(req, "waiting")
         ready = [req for req in self.running_queue.snapshot() if self._make_room(req)]
-        lora = self._lora
-        return [(r, r.next_row(lora.slot_of(r))) for r in ready if r in self.running_queue]
+        slot_of = self._lora.slot_of
+        return [
+            (req, req.next_row(None if req.lora is None else slot_of(req.lora)))
+            for req in ready
+            if req in self.running_queue
+        ]
 
     def _make_room(self, req: DecodeReq) -> bool:
         """A page for the next token's KV, retracting the last in rank if need be; else False."""
@@ -340,9 +344,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             if pages is not None:
                 req.unsent_pages += pages
                 return True
-            victim = choose_victim(
-                self.running_queue, self.waiting_queue, self.transfer_queue, self.aborting_queue
-            )
+            victim = choose_victim(self.queues)
             if victim is None:
                 return False
             self._retract(victim)

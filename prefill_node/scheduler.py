@@ -21,7 +21,6 @@ from common.events import FromPeer, PeerClosed, PeerProbed
 from common.lifecycle import PREFILL_EDGES, State
 from common.messages import (
     Cancel,
-    ChunkLanded,
     Destination,
     Drained,
     FailureKind,
@@ -38,14 +37,12 @@ from common.messages import (
     RoomUnknown,
     Sync,
     ToPrefill,
-    encode,
 )
 from common.plan import (
     Notified,
     PeerAdded,
     Row,
     Sample,
-    Write,
     WriteDone,
     WriteFailed,
 )
@@ -56,6 +53,7 @@ from prefill_node.admission import split_budget
 from prefill_node.answers import destination_problem, ending
 from prefill_node.peers import DecodeLinks
 from prefill_node.request import EarlyDestination, PrefillReq
+from prefill_node.writes import next_write
 
 NOT_LINKED = "not linked: shake hands again"
 
@@ -249,7 +247,8 @@ class PrefillScheduler(Scheduler[PrefillReq]):
         rows = []
         for req, share in zip(reqs, shares, strict=True):
             if share:
-                rows.append((req, req.next_row(share, self._lora.slot_of(req))))
+                lora_slot = None if req.lora is None else self._lora.slot_of(req.lora)
+                rows.append((req, req.next_row(share, lora_slot)))
         return rows
 
     def _admit(self) -> None:
@@ -292,21 +291,8 @@ class PrefillScheduler(Scheduler[PrefillReq]):
         """Write the pages completed since the last write."""
         if upto_page <= req.pages_written:
             return
-        destination = req.destination
-        assert destination is not None
-        first = destination.first_page
-        targets = tuple(destination.pages[req.pages_written - first : upto_page - first])
-        landed = ChunkLanded(
-            room=req.room,
-            chunk=req.num_chunks,
-            source=self.settings.incarnation,
-            target=req.peer,
-            pages=list(targets),
-            weight_version=self.settings.weight_version,
-            last=last,
-        )
-        sources = tuple(req.pages[req.pages_written : upto_page])
-        write = Write(req.room, req.num_chunks, req.peer, sources, targets, encode(landed))
+        settings = self.settings
+        write = next_write(req, upto_page, last, settings.incarnation, settings.weight_version)
         self._outbox.transfer(write)
         req.posted.add(req.num_chunks)
         req.num_chunks += 1

@@ -81,6 +81,7 @@ class Adapters:
             mine = self.wanted[name].adapter
             if not any(c.adapter == mine and c.end is None for c in self.world.router.clients):
                 del self.wanted[name]
+        self.world.router.settle_adapters(self.wanted)
         for node in self.world.nodes:
             for verb in self._due(node):
                 self.ask(node, verb)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -103,6 +104,9 @@ class ModelRouter:
     def knows(self, adapter: Adapter) -> bool:
         """Whether a request may name it."""
         return not self.world.adapters.is_gone(adapter)
+
+    def settle_adapters(self, wanted: Container[str]) -> None:
+        """This router has no list of its own."""
 
     def receive(self, node: Incarnation, body: ToRouter) -> None:
         if node not in self.muted:

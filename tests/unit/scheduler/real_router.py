@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -122,6 +123,12 @@ class RealRouter:
     def knows(self, adapter: Adapter) -> bool:
         """Whether a request may name it."""
         return self._adapters.serves(adapter)
+
+    def settle_adapters(self, wanted: Container[str]) -> None:
+        """The last step of an unload verb that no node was there to hear."""
+        for entry in self._adapters.entries():
+            if entry.name not in wanted and not self._adapters.holders(entry.name):
+                self._adapters.unloaded(self._adapters.begin_unload(entry.name))
 
     def receive(self, node: Incarnation, body: ToRouter) -> None:
         self.pending[node].append(body)
