@@ -14,7 +14,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.adapters import make_adapters
+from tests.adapters import greedy_tokens, make_adapters
+from tests.cluster_fixture import cluster
 from tests.integration.client import Client, client, dialled, eventually
 from tests.processes import Fleet, Member, fleet, showing_logs
 from tests.tiny_models import make_tiny_model
@@ -270,3 +271,18 @@ def test_a_load_goes_on_when_its_client_hangs_up(running: Fleet, adapters: dict[
             assert (await unload(node, "left"))[0] == 200
 
     asyncio.run(run())
+
+
+def test_a_cluster_starts_with_the_adapters_of_its_flags(
+    folder: Path, adapters: dict[str, Path]
+) -> None:
+    path = adapters["all-8"]
+    prompt = [9, 8, 7, 6, 5]
+    with cluster(folder, lora=f"a={path}", max_lora_rank=16) as made:
+        there = {model["id"] for model in made.get("/v1/models")["data"]}
+        assert there == {"tiny", "a"}
+        sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling}
+        tokens = made.post("/generate", body | {"lora_path": "a"})["output_ids"]
+        assert tokens == greedy_tokens(folder, path, prompt, 12)
+        assert made.post("/generate", body)["output_ids"] == greedy_tokens(folder, None, prompt, 12)

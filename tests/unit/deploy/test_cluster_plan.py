@@ -66,6 +66,13 @@ def test_shared_settings_reach_every_node() -> None:
         assert (node.max_running_requests, node.chunk_size) == (4, 128)
 
 
+def test_adapters_are_the_routers_to_load() -> None:
+    plan = plan_cluster(parse_flags(ClusterConfig, "", ["--lora", "a=/x", "--lora=b=o/y"]), MODEL)
+    assert router(plan).lora == ("a=/x", "b=o/y")
+    with pytest.raises(StartupError, match=r"router: .*lora"):
+        plan_cluster(ClusterConfig(lora=("no path",), port=0), MODEL)
+
+
 def test_more_flags_of_a_role_come_last_and_win() -> None:
     config = ClusterConfig(
         prefill_args="--chunk-size 64 --ucx-tls tcp",
