@@ -12,7 +12,7 @@ travels one link in order, so an unload behind a load that is late undoes it, wh
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Container, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -142,7 +142,7 @@ class AdapterVerbs:
             raise
         self._catalogue.loaded(entry, digest)
         for answer in answers:
-            self._catalogue.settle_debt(answer.incarnation, entry.name)
+            self._note_load(answer, entry)
         log.info("loaded adapter %r (%.12s) from %s", entry.name, digest, entry.path)
         late = [node for node in self._registry.all() if self._lacks(node, entry)]
         given = await asyncio.gather(*(self._give(node, entry) for node in late))
@@ -180,21 +180,29 @@ class AdapterVerbs:
             await self._until_unused(entry.name, self._limits.unload_timeout_s)
             answers: list[NodeAnswer] = []
             asked: set[Node] = set()
-            while nodes := [n for n in self._registry.all() if n.linked and n not in asked]:
+            while nodes := self._to_ask(entry, asked):
                 asked.update(nodes)  # who joins meanwhile is asked in the next round
-                left_s = max(0.1, ends - clock())
+                left_s = ends - clock()
+                if left_s <= 0:
+                    raise unavailable(f"adapter {entry.name!r} comes back again", "adapter_in_use")
                 answers += await self._desk.carry_out(nodes, UnloadAdapter(entry.name), left_s)
                 self._check_gone(entry, answers)
         except BaseException:
             self._catalogue.suspend_unload(entry)
             raise
-        if self._catalogue.get(entry.name) is entry:
-            self._catalogue.unloaded(entry)
         for answer in answers:
             if not answer.lost:
                 self._catalogue.settle_debt(answer.incarnation, entry.name)
+        if self._catalogue.get(entry.name) is entry:
+            self._catalogue.unloaded(entry)
         log.info("unloaded adapter %r", entry.name)
         return answers
+
+    def _to_ask(self, entry: Entry, asked: Container[Node]) -> list[Node]:
+        """Linked nodes that were not told to unload yet, or were given it anew since."""
+        holders = self._catalogue.holders(entry.name)
+        linked = [node for node in self._registry.all() if node.linked]
+        return [n for n in linked if n not in asked or n.incarnation in holders]
 
     async def _until_unused(self, name: str, timeout_s: float) -> None:
         """Wait for this router's jobs of an adapter. Raises ApiError."""
@@ -266,12 +274,12 @@ class AdapterVerbs:
             name=entry.name, path=entry.path, pinned=entry.pinned, digest=entry.digest
         )
         (answer,) = await self._desk.carry_out([node], verb, self._limits.load_timeout_s)
+        self._note_load(answer, entry)
         if not answer.ok:
             self.loads["not_given"] += 1
             log.warning("%s has no adapter %r: %s", answer.name, entry.name, answer.message)
             return answer
         self.loads["given"] += 1
-        self._catalogue.settle_debt(node.incarnation, entry.name)
         if not entry.digest:
             self._catalogue.loaded(entry, answer.digest)
         return answer
@@ -287,6 +295,13 @@ class AdapterVerbs:
             log.warning("%s keeps adapter %r: %s", answer.name, name, answer.message)
 
     # ------------------------------------------------------------ small things
+
+    def _note_load(self, answer: NodeAnswer, entry: Entry) -> None:
+        """What is known now of a node that was to load an adapter which stays."""
+        if answer.ok:
+            self._catalogue.settle_debt(answer.incarnation, entry.name)
+        elif answer.lost or answer.late:
+            self._catalogue.note_uncertain(answer.incarnation, entry.name)
 
     def _is_here(self, node: Node) -> bool:
         """Whether it is still linked by the same link."""

@@ -72,6 +72,8 @@ class AdapterCatalogue:
         """What each linked node can serve, as it said last."""
         self._lost: OrderedDict[Incarnation, dict[str, Entry | None]] = OrderedDict()
         """What a node listed that is not linked now, and what the cluster had then of that name."""
+        self._uncertain: OrderedDict[Incarnation, set[str]] = OrderedDict()
+        """Names that a node was to load and was lost, or was late, before it answered."""
         self._owed: OrderedDict[Incarnation, set[str]] = OrderedDict()
         """Names that a node still has to unload."""
         self._dropped: OrderedDict[Incarnation, set[str]] = OrderedDict()
@@ -186,9 +188,14 @@ class AdapterCatalogue:
     def unloaded(self, entry: Entry) -> None:
         """All nodes here have let go; who had it and is away owes an unload."""
         del self._entries[entry.name]
-        for node, names in self._lost.items():
-            if entry.name in names:
-                self.owe(node, entry.name)
+        for remembered in (self._lost, self._uncertain):
+            for node, names in remembered.items():
+                if entry.name in names:
+                    self.owe(node, entry.name)
+
+    def note_uncertain(self, node: Incarnation, name: str) -> None:
+        """A node was to load it, and nobody knows whether it does."""
+        _of(self._uncertain, node).add(name)
 
     def owe(self, node: Incarnation, name: str) -> None:
         """A node may have what it must not have."""
@@ -212,6 +219,7 @@ class AdapterCatalogue:
         self._listed[node] = listed
         if before is None:
             gone = self._gone_while_lost(node, listed)
+            self._uncertain.pop(node, None)
             self._reconcile_debts(node, listed)
         else:
             gone = set(before) - set(listed)

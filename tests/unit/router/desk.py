@@ -33,7 +33,7 @@ from router.adapters import AdapterCatalogue
 from router.admission import Demand
 from router.dispatcher import Dispatcher
 from router.limits import Limits
-from router.node import Loss
+from router.node import Loss, Node
 from router.nodes import NodeRegistry
 from router.policies import round_robin
 from router.protocol.terms import DEFAULT_TERMS, Terms
@@ -148,6 +148,11 @@ class Desk:
         self.dispatcher.dispatch(self.now)
         self.settle()
 
+    def registry_node(self, name: str) -> Node:
+        node = self.registry.get(name)
+        assert node is not None
+        return node
+
     def say(self, name: str, body: ToRouter, to: str = ME, seq: int | None = None) -> None:
         """Something that concerns the registry only."""
         node = self.registry.get(name)
@@ -177,9 +182,18 @@ class Desk:
 
     # ------------------------------------------------------------ requests
 
-    def check(self, prompt: int = 3, *, choices: int = 1, priority: int = 0, kv: int = 0) -> None:
+    def check(
+        self,
+        prompt: int = 3,
+        *,
+        choices: int = 1,
+        priority: int = 0,
+        kv: int = 0,
+        adapter: Adapter | None = None,
+    ) -> None:
         """Ask for room as the service does."""
-        demand = Demand(choices=choices, prompt_tokens=prompt, kv_tokens=kv)
+        adapters = frozenset() if adapter is None else frozenset({adapter})
+        demand = Demand(choices=choices, prompt_tokens=prompt, kv_tokens=kv, adapters=adapters)
         self.dispatcher.check_room_for(demand, priority, self.now)
 
     def submit(
