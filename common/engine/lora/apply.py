@@ -25,7 +25,7 @@ from common.engine.lora.pool import LoraPool, PlacedAdapter, TargetWeights
 from common.engine.lora.ranges import GRANULE
 from common.engine.lora.targets import Product
 
-MAX_SINGLE_RANK = 32
+MAX_SINGLE_RANK = 64
 """Beyond, the calls of a `Share` cost less than the intermediate results of `Singles`."""
 MAX_GAP = 2 * GRANULE
 """Rank rows of others that `Singles` may compute for nothing."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from common.engine.cpu import has_native_bfloat16
+from common.engine.errors import AdapterError
 from common.engine.lora.adapter import Factors, LoraAdapter
 from common.engine.lora.ranges import RankRange, RankRanges
 from common.engine.lora.targets import Target, targets_of
@@ -84,7 +85,10 @@ class LoraPool:
 
     def place(self, slot: int, adapter: LoraAdapter, rest: Callable[[], None]) -> None:
         """Put an adapter into a slot that no batch uses. `rest` is called between small copies;
-        what it raises leaves the slot empty."""
+        what it raises leaves the slot empty.
+
+        Raises AdapterError: the pool could not be made.
+        """
         self._slots.pop(slot, None)
         if not self.layers:
             self.layers = self._make()
@@ -98,9 +102,7 @@ class LoraPool:
                     present |= weights.bit
                     _write(weights, place, factors, rest)
                 elif self._written & weights.bit:
-                    weights.shrink[place.first : place.last].zero_()
-                    weights.expand[place.first : place.last].zero_()
-                    rest()
+                    _clear(weights, place.first, place.last, rest)
         self._slots[slot] = PlacedAdapter(place, present)
 
     def _make(self) -> tuple[tuple[tuple[TargetWeights, ...], ...], ...]:
@@ -151,8 +153,14 @@ def _write(
         scaled = factors.expand[:, rows].float().t() * factors.scaling
         weights.expand[first + rows.start : first + rows.stop] = scaled
         rest()
+    _clear(weights, first + rank, place.last, rest)
+
+
+def _clear(weights: TargetWeights, first: int, last: int, rest: Callable[[], None]) -> None:
     for matrix in (weights.shrink, weights.expand):
-        matrix[first + rank : place.last].zero_()
+        for rows in _pieces(last - first, matrix.shape[1]):
+            matrix[first + rows.start : first + rows.stop] = 0.0
+            rest()
 
 
 def _pieces(rank: int, features: int) -> list[slice]:
@@ -166,6 +174,12 @@ def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     # torch.zeros touches every page, and huge pages would make a row of a few kilobytes cost two
     # megabytes.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-    memory = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
+    try:
+        memory = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
+    except OSError as error:
+        raise AdapterError(
+            f"no address space for the slots, {count * dtype.itemsize >> 20} MiB: {error}; "
+            "fewer max_loras_per_batch or a smaller max_lora_rank need less"
+        ) from error
     memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype)

@@ -134,7 +134,7 @@ def test_any_mix_equals_the_formula(case: Case, never_singles: bool, dtype: torc
 def test_decode_rows_of_small_adapters_are_computed_together() -> None:
     all_of_them = [True] * 7
     case = Case(
-        {slot: adapter(rank, all_of_them) for slot, rank in enumerate((8, 16, 64, 16, 8, 5))},
+        {slot: adapter(rank, all_of_them) for slot, rank in enumerate((8, 16, 72, 16, 8, 5))},
         [(4, 1), (0, 1), (None, 1), (2, 1), (3, 4), (5, 1), (1, 1)],
     )
     plan = plan_lora(case.pool(), case.lora_rows())
