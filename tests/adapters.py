@@ -153,7 +153,11 @@ def _label(name: str) -> str:
 
 
 def _randomise(adapted: Any, strength: float) -> None:
-    layers: list[Any] = [module for module in adapted.modules() if isinstance(module, LoraLayer)]
+    layers: list[Any] = [
+        module
+        for module in adapted.modules()
+        if isinstance(module, LoraLayer) and "default" in module.lora_A
+    ]
     with torch.no_grad():
         for layer in layers:
             shrink, expand = layer.lora_A["default"].weight, layer.lora_B["default"].weight
