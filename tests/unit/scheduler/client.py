@@ -74,6 +74,7 @@ class ModelRouter:
     def __init__(self, world: World) -> None:
         self.world = world
         self.clients: list[Client] = []
+        self.submitted = 0
         self.by_room: dict[int, Client] = {}
         self.muted: set[Incarnation] = set()
         """Nodes whose messages never arrive: they die before their sockets have sent them."""
@@ -86,7 +87,8 @@ class ModelRouter:
         stop: tuple[int, ...] = (),
         adapter: Adapter | None = None,
     ) -> Client:
-        client = Client(f"r{len(self.clients)}", prompt, max_tokens, stop, self.world.now)
+        self.submitted += 1
+        client = Client(f"r{self.submitted}", prompt, max_tokens, stop, self.world.now)
         client.adapter = adapter
         self.clients.append(client)
         return client

@@ -1,5 +1,7 @@
 """Fairness between adapters: the rule as a table, then whole streams in virtual time."""
 
+import random
+
 import pytest
 
 from common.lora.drain import Drain, closest_to_free, overdue
@@ -111,6 +113,41 @@ def test_one_slot_is_emptied_within_the_longest_work_that_was_there() -> None:
     assert waited_s < nodes * emptied_s + 2.0, waited_s
     drains = {n: node.scheduler.counters["lora_drains"] for n, node in world.nodes.items()}
     assert drains["d2"] >= 1
+    world.settle()
+    world.router.check()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_every_adapter_of_many_in_steady_streams_gets_its_turn(slots: int) -> None:
+    """The first of them with most of the load; in each turn another has its slot emptied."""
+    chance = random.Random(slots)
+    world = World(
+        slots,
+        pages=300,
+        max_running_requests=8,
+        max_loras_per_batch=slots,
+        max_loaded_loras=2,
+        lora_drain_wait_s=DRAIN_WAIT_S,
+    )
+    adapters = [world.adapters.load(f"adapter {n}") for n in range(4)]
+    live: dict[str, list[Client]] = {adapter.name: [] for adapter in adapters}
+    answered = dict.fromkeys(live, 0)
+    longest_s = 0.0
+    for _ in range(1200):
+        for number, wanted in enumerate(adapters):
+            clients = live[wanted.name]
+            for client in clients:
+                if not client.output:
+                    longest_s = max(longest_s, world.now - client.accepted)
+            answered[wanted.name] += sum(client.end is not None for client in clients)
+            clients[:] = [client for client in clients if client.end is None]
+            while len(clients) < (4 if number == 0 else 1):
+                tokens = chance.choice([5, 20, LONGEST])
+                clients.append(world.router.submit([1, chance.randrange(90)], tokens, (), wanted))
+        world.tick()
+    a_turn_s = DRAIN_WAIT_S + LONGEST * TICK_S + POST_S + SLOWEST_LOAD_S
+    assert longest_s < len(adapters) * a_turn_s, longest_s
+    assert min(answered.values()) > 5, answered
     world.settle()
     world.router.check()
 

@@ -15,6 +15,7 @@ from tests.unit.scheduler.real_router import RealRouter
 from tests.unit.scheduler.test_fuzz import Router, disturb
 from tests.unit.scheduler.world import World
 
+SEEDS = 100
 NAMES = ("a", "b", "c", "d", "e")
 
 
@@ -88,7 +89,7 @@ def run(seed: int, steps: int = 150, router: Router = ModelRouter) -> World:
 
 
 @pytest.mark.parametrize("router", [ModelRouter, RealRouter])
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(SEEDS))
 def test_no_text_is_computed_with_another_adapter_and_none_is_lost(
     seed: int, router: Router
 ) -> None:
@@ -99,18 +100,18 @@ def test_no_text_is_computed_with_another_adapter_and_none_is_lost(
 def test_the_fuzz_reaches_what_it_is_for(router: Router) -> None:
     seen: dict[str, int] = {}
     answered = with_adapter = 0
-    for seed in range(40):
+    for seed in range(20):
         world = run(seed, router=router)
         answered += len(world.adapters.answers)
         with_adapter += sum(c.adapter is not None and bool(c.output) for c in world.router.clients)
         for node in world.nodes.values():
             for name, count in node.scheduler.counters.items():
                 seen[name] = seen.get(name, 0) + count
-    assert answered > 300
-    assert with_adapter > 300
+    assert answered > 150
+    assert with_adapter > 150
     for name in (
         "lora_reads", "lora_read_failures", "lora_placements", "lora_placement_failures",
         "lora_evictions", "lora_slot_changes", "lora_drains",
     ):  # fmt: skip
-        assert seen.get(name, 0) > 10, (name, seen)
+        assert seen.get(name, 0) > 5, (name, seen)
     assert "unexpected_adapter_events" not in seen
