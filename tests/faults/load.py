@@ -41,14 +41,11 @@ def make_work(
     output_tokens: tuple[int, int],
     adapter: str | None = None,
 ) -> list[Work]:
-    """Random prompts with lengths in these (inclusive) ranges, answered by transformers.
-
-    `adapter`: the name under which the cluster knows the oracle's adapter.
-    """
+    """Random prompts with lengths in these (inclusive) ranges, and the oracle's answers."""
     made = []
     for _ in range(count):
         prompt = random_prompt(chance, chance.randint(*prompt_tokens))
-        answer = oracle.answer(prompt, chance.randint(*output_tokens))
+        answer = oracle.answer(prompt, chance.randint(*output_tokens), adapter)
         made.append(Work(prompt, answer, adapter))
     return made
 

@@ -28,9 +28,7 @@ def run_soak(
 ) -> SoakReport:
     """Make the model, its answers and the fleet in `folder`, soak, end everything."""
     model = make_tiny_model("llama", folder / "model")
-    wardrobe = make_wardrobe(model, folder / "adapters")
-    *_, last = wardrobe.adapters
-    wardrobe.adapters[GUEST] = wardrobe.adapters.pop(last)
+    wardrobe = make_wardrobe(model, folder / "adapters", with_guest=True)
     works = wardrobe.works(random.Random(settings.seed), WORKS_EACH, (1, 200), (10, 120))
     with fleet(model, prefill=2, decode=2, node_flags=NODE_FLAGS, router_flags=PATIENT) as running:
         if say is not None:

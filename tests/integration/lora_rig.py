@@ -28,11 +28,11 @@ class Wardrobe:
     def __init__(self, model: Path, adapters: dict[str, Path]) -> None:
         self.model = model
         self.adapters = adapters
-        self._oracles: dict[str | None, Oracle] = {}
+        self._oracle = Oracle(model, adapters)
 
     def answer(self, prompt: list[int], count: int, adapter: str | None = None) -> list[int]:
-        """What peft answers; the base model if no adapter is named."""
-        return self._oracle(adapter).answer(prompt, count)
+        """What PEFT answers; the base model if no adapter is named."""
+        return self._oracle.answer(prompt, count, adapter)
 
     def works(
         self,
@@ -45,21 +45,19 @@ class Wardrobe:
         """`each` for every name (all adapters and the base model if not given), taking turns."""
         wanted = [None, *self.adapters] if names is None else list(names)
         made = [
-            make_work(self._oracle(name), chance, each, prompt_tokens, output_tokens, name)
+            make_work(self._oracle, chance, each, prompt_tokens, output_tokens, name)
             for name in wanted
         ]
         return [work for turn in zip(*made, strict=True) for work in turn]
 
-    def _oracle(self, name: str | None) -> Oracle:
-        if name not in self._oracles:
-            adapter = None if name is None else self.adapters[name]
-            self._oracles[name] = Oracle(self.model, adapter)
-        return self._oracles[name]
 
-
-def make_wardrobe(model: Path, folder: Path) -> Wardrobe:
-    """Three adapters, made in `folder`."""
-    return Wardrobe(model, make_adapters(model, folder, NAMES))
+def make_wardrobe(model: Path, folder: Path, *, with_guest: bool = False) -> Wardrobe:
+    """Three adapters, made in `folder`; the last of them is the guest if there is to be one."""
+    adapters = make_adapters(model, folder, NAMES)
+    if with_guest:
+        _, path = adapters.popitem()
+        adapters[GUEST] = path
+    return Wardrobe(model, adapters)
 
 
 # ---------------------------------------------------------------- verbs

@@ -1,48 +1,33 @@
-"""What transformers, and peft for adapters, answer greedily in float32: the truth that a cluster
+"""What transformers, and PEFT for adapters, answer greedily in float32: the truth that a cluster
 must tell too."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
+from tests.adapters import PeftOracle
 from tests.tiny_models import VOCAB_SIZE
 
 
 class Oracle:
-    """Greedy continuations by transformers, end-of-sequence ids ignored."""
+    """Greedy continuations of a model and its adapters, end-of-sequence ids ignored."""
 
-    def __init__(self, folder: Path, adapter: Path | None = None) -> None:
-        """`adapter`: a folder in PEFT's format that the model at `folder` wears."""
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        if adapter is not None:
-            self._model = PeftModel.from_pretrained(self._model, adapter)
-        self._model.train(False)
+    def __init__(self, folder: Path, adapters: Mapping[str, Path] | None = None) -> None:
+        self._peft = PeftOracle(folder, adapters or {})
         self._answer = cache(self._generate)
 
-    def answer(self, prompt: list[int], count: int) -> list[int]:
-        """`count` token ids after `prompt`."""
-        return self._answer(tuple(prompt), count)
+    def answer(self, prompt: list[int], count: int, adapter: str | None = None) -> list[int]:
+        """`count` token ids after `prompt`, of the base model if no adapter is named."""
+        return self._answer(tuple(prompt), count, adapter)
 
-    def _generate(self, prompt: tuple[int, ...], count: int) -> list[int]:
-        ids = torch.tensor([prompt])
+    def _generate(self, prompt: tuple[int, ...], count: int, adapter: str | None) -> list[int]:
         with _one_thread():
-            output = self._model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=count,
-                min_new_tokens=count,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        answer: list[int] = output[0, len(prompt) :].tolist()
+            answer = self._peft.greedy(adapter, prompt, count)
+        assert len(answer) == count
         return answer
 
 
