@@ -46,7 +46,7 @@ class LoraApi:
             )
         except ApiError as error:
             return self._failure(error)
-        return self._success(answers, answers[0].digest)
+        return self._success(answers, next(answer.digest for answer in answers if answer.ok))
 
     async def unload(self, request: web.Request) -> web.Response:
         """200 once no node has it; refused for new requests from the first moment."""

@@ -155,13 +155,18 @@ def test_a_node_that_is_late_gets_the_unload_behind_its_load(model_folder: Path)
 def test_a_node_that_dies_in_mid_load_does_not_count(model_folder: Path) -> None:
     async def scenario(c: Cluster) -> None:
         put_on_disk(c, one="c1")
-        dying = c.nodes["d2"]
-        dying.shelf.hold()
+        dying, living = c.nodes["d2"], (c.nodes["p0"], c.nodes["d1"])
+        for node in c.nodes.values():
+            node.shelf.hold()
         loading = asyncio.create_task(load(c, "one"))
-        await c.eventually(lambda: dying.shelf.waiting or verbs(dying, LoadAdapter))
+        await c.eventually(lambda: all(verbs(node, LoadAdapter) for node in c.nodes.values()))
         await dying.die()
+        while len((await c.info())["nodes"]) > len(living):
+            await asyncio.sleep(0.02)
+        for node in living:
+            node.shelf.let_go()
         status, answer = await loading
-        assert status == 200, answer
+        assert (status, answer["digest"]) == (200, "c1"), answer
         assert {node["name"] for node in answer["nodes"] if node["ok"]} == {"p0", "d1"}
         assert (await ask(c, "one"))[0] == 200
 
