@@ -119,6 +119,7 @@ class AdapterDesk:
         """Nobody has used it, so its name is free at once; what is under way, perhaps a long
         download, ends by itself and finds that nobody wants it."""
         self._answer_loads(entry, why)
+        entry.pinned = False
         self._table.move(entry, Stage.UNLOADING)
         self._table.forget_name(entry)
 

@@ -194,6 +194,20 @@ def test_an_unload_ends_a_load_that_is_under_way_and_does_not_wait_for_it() -> N
     assert node.scheduler.stats().loras_in_memory == 1
 
 
+def test_a_pinned_load_that_is_given_up_gives_its_pin_back_at_once() -> None:
+    node = prefill(max_loras_per_batch=2)
+    node.load("a", pinned=True)
+    node.step()
+    node.unload("a", ticket=1)
+    node.load("b", ticket=2, pinned=True)
+    for _ in range(4):
+        node.step()
+        node.loader()
+    node.step()
+    assert [answered(node)[ticket].ok for ticket in (1, 2)] == [True, True]
+    assert node.scheduler.adapters[0].pinned
+
+
 def test_an_unload_waits_for_the_copy_into_a_slot() -> None:
     node = prefill()
     node.serve("a")
