@@ -53,8 +53,8 @@ class Entry:
     state: AdapterState
     digest: str = ""
     pinned: bool = False
-    wanted: bool = False
-    """Named on the command line: a load that fails leaves it WANTED."""
+    wanted_from: str = ""
+    """Path on the command line, if it is named there: a load that fails leaves it WANTED."""
     busy: bool = False
     """A verb is at work on it."""
 
@@ -136,7 +136,7 @@ class AdapterCatalogue:
 
     def want(self, name: str, path: str) -> None:
         """The command line names an adapter; the first node that joins will read it."""
-        self._entries[name] = Entry(name, path, AdapterState.WANTED, wanted=True)
+        self._entries[name] = Entry(name, path, AdapterState.WANTED, wanted_from=path)
 
     def begin_load(self, name: str, path: str, *, pinned: bool) -> Entry:
         """A load begins. Ends with `loaded` or `give_up_load`.
@@ -147,10 +147,11 @@ class AdapterCatalogue:
         entry = self._entries.get(name)
         if entry is not None and entry.state is not AdapterState.WANTED:
             raise _occupied(entry)
-        wanted = entry is not None
+        wanted_from = entry.wanted_from if entry is not None else ""
         for dropped in self._dropped.values():
             dropped.discard(name)
-        entry = Entry(name, path, AdapterState.LOADING, pinned=pinned, wanted=wanted, busy=True)
+        entry = Entry(name, path, AdapterState.LOADING, pinned=pinned, busy=True)
+        entry.wanted_from = wanted_from
         self._entries[name] = entry
         return entry
 
@@ -161,8 +162,8 @@ class AdapterCatalogue:
 
     def give_up_load(self, entry: Entry) -> None:
         """It is not to be; whoever may have it owes an unload by now."""
-        if entry.wanted:
-            self.want(entry.name, entry.path)
+        if entry.wanted_from:
+            self.want(entry.name, entry.wanted_from)
         else:
             del self._entries[entry.name]
 

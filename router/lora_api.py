@@ -46,7 +46,10 @@ class LoraApi:
             )
         except ApiError as error:
             return self._failure(error)
-        return self._success(answers, next(answer.digest for answer in answers if answer.ok))
+        known = [entry.name for entry in self._service.adapters.entries()]
+        self._service.metrics.keep_adapters(known)  # a new one may need a label's place
+        digest = next(answer.digest for answer in answers if answer.ok)
+        return self._success(answers, digest)
 
     async def unload(self, request: web.Request) -> web.Response:
         """200 once no node has it; refused for new requests from the first moment."""

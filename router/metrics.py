@@ -3,13 +3,13 @@
 Counts that pure parts keep are copied when they are read; a histogram is written when it happens.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.label_budget import LabelBudget
+from common.label_budget import OTHER, LabelBudget
 from router.requests import Job
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -72,6 +72,8 @@ class RouterMetrics:
             "pdserve_router_lora_output_tokens", "Of ended choices.", ["adapter"], registry=registry
         )
         self._lora_labels = LabelBudget()
+        self._lora_shown: set[str] = set()
+        """Labels that have numbers."""
         self._ttft = _histogram("time_to_first_token", "From acceptance to first token.", registry)
         self._inter_token = _histogram("inter_token", "Between two tokens of a choice.", registry)
         self._e2e = _histogram("request", "From acceptance to the end.", registry)
@@ -100,6 +102,7 @@ class RouterMetrics:
         self._cached_tokens.inc(job.cached_tokens)
         if job.adapter is not None:
             label = self._lora_labels.label(job.adapter.name)
+            self._lora_shown.add(label)
             self._lora_requests.labels(label).inc()
             self._lora_tokens.labels(label).inc(len(job.output_ids))
         if job.replays:
@@ -108,6 +111,14 @@ class RouterMetrics:
             self._queue.observe(times.dispatched - times.accepted)
         if times.ended is not None:
             self._e2e.observe(times.ended - times.accepted)
+
+    def keep_adapters(self, names: Collection[str]) -> None:
+        """Forget the numbers of all other adapters, so that the places of their labels are free."""
+        for gone in self._lora_shown - set(names) - {OTHER}:
+            self._lora_shown.discard(gone)
+            self._lora_requests.remove(gone)
+            self._lora_tokens.remove(gone)
+        self._lora_labels.keep(names)
 
     def on_response(self, path: str, code: int) -> None:
         """An HTTP answer was begun. `path` is a route, never what a client made up."""

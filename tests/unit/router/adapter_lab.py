@@ -221,7 +221,8 @@ class Lab:
         known = self.service.registry.get(node.incarnation)
         assert known is not None
         assert known.takes_work
-        assert known.holds(generate.adapter), f"{node.incarnation} is no candidate"
+        listed = {Adapter(i.name, i.digest) for i in (known.adapters or {}).values()}
+        assert generate.adapter in {None, *listed}, f"{node.incarnation} is no candidate"
         first = self.halves.setdefault(generate.room, generate.adapter)
         assert first == generate.adapter, "one attempt, two adapters"
 

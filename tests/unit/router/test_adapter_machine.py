@@ -5,15 +5,25 @@ what was unloaded does not come back by a node that was away.
 """
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from hypothesis import settings
+import pytest
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from router.adapters import AdapterState
+from router.adapters import AdapterCatalogue, AdapterState
 from router.errors import ApiError
+from router.node import Node
 from tests.unit.router.adapter_lab import NAMES, SLOTS, Lab, SimNode
 
 
@@ -30,6 +40,11 @@ class AdapterMachine(RuleBasedStateMachine):
         for slot in SLOTS:
             self.lab.turn(partial(self.lab.join, slot))
         self._quiet()
+        for name in NAMES:
+            self.load(name)
+        self._quiet()
+        self._take_results()
+        assert not self.verbs
 
     def _quiet(self) -> None:
         """Everything that was told is done."""
@@ -129,6 +144,16 @@ class AdapterMachine(RuleBasedStateMachine):
             self.lab.turn(lambda: self.lab.lose(node, dead=False))
             self._take_results()
 
+    @rule(slot=st.sampled_from(SLOTS), name=st.sampled_from(NAMES), load=st.booleans())
+    def be_away_during_a_verb(self, slot: str, name: str, load: bool) -> None:
+        """The verb begins, the link breaks, the other nodes do as they are told, it comes back."""
+        (self.load if load else self.unload)(name)
+        self.break_link(slot, lost=False)
+        self.come_to_rest()
+        (self.load if not load else self.unload)(name)
+        self.come_to_rest()
+        self.come_back(slot)
+
     @rule(slot=st.sampled_from(SLOTS))
     def come_back(self, slot: str) -> None:
         node = self._node(slot)
@@ -199,4 +224,25 @@ class AdapterMachine(RuleBasedStateMachine):
 
 
 TestAdapterMachine = AdapterMachine.TestCase
-TestAdapterMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestAdapterMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "broken"),
+    [
+        (AdapterCatalogue, "owe", lambda *_: None),
+        (AdapterCatalogue, "note_uncertain", lambda *_: None),
+        (Node, "holds", lambda *_: True),
+    ],
+)
+def test_the_machine_notices_what_is_broken(
+    owner: type, method: str, broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A debt that is forgotten brings a zombie; a list that is ignored, a pair that differs."""
+    monkeypatch.setattr(owner, method, broken)
+    quick = settings(
+        max_examples=300, stateful_step_count=40, deadline=None, database=None,
+        phases=[Phase.generate], report_multiple_bugs=False, derandomize=True,
+    )  # fmt: skip
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(AdapterMachine, settings=quick)
