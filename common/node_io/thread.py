@@ -125,12 +125,13 @@ class NodeIO:
         Cheap: metrics and log lines are made by the I/O thread, at most a heartbeat later. A new
         state, a new link, or other adapters go to the routers at once, and before whatever is given
         to `send` after this.
-        `adapters`: all this node can serve. `transferred`: (bytes, seconds) of finished writes.
+        `adapters`: all this node can serve, one object until that changes. `transferred`: (bytes,
+        seconds) of finished writes.
         """
         before, had = self._snapshot.stats, self._snapshot.adapters
         self._snapshot.post(stats, Measured(samples, transferred, ends), adapters)
         is_news = (stats.state, stats.linked_peers) != (before.state, before.linked_peers)
-        if is_news or adapters != had:
+        if is_news or adapters is not had:
             self._call(self._io.beat_now)
 
     def _call(self, action: Callable[[], object]) -> None:
