@@ -213,6 +213,24 @@ def test_a_client_that_hangs_up_does_not_stop_the_load(model_folder: Path) -> No
     in_cluster(model_folder, scenario)
 
 
+def test_a_router_that_ends_undoes_a_load(model_folder: Path) -> None:
+    async def scenario(c: Cluster) -> None:
+        put_on_disk(c, one="c1")
+        c.nodes["d1"].shelf.hold()
+        loading = asyncio.create_task(load(c, "one"))
+        await c.eventually(lambda: c.nodes["p0"].shelf.holds())
+        c.end.set()
+        await asyncio.wait_for(c.router, 15)
+        await asyncio.gather(loading, return_exceptions=True)
+        await c.eventually(lambda: not c.nodes["p0"].shelf.holds())
+        c.nodes["d1"].shelf.let_go()
+        await c.eventually(lambda: verbs(c.nodes["d1"], UnloadAdapter))
+        await c.eventually(lambda: not c.nodes["d1"].shelf.waiting)
+        assert not c.nodes["d1"].shelf.holds()
+
+    in_cluster(model_folder, scenario)
+
+
 # ---------------------------------------------------------------- unload
 
 

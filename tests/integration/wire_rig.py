@@ -249,6 +249,7 @@ TRIGGERS: dict[Cell, Trigger] = {
     (Direction.TO_ROUTER, wire.Failed): WireRig.silence_side_channel,
     (Direction.TO_ROUTER, wire.Aborted): WireRig.abort_on_prefill,
     (Direction.TO_ROUTER, wire.AdminReply): WireRig.pause,
+    (Direction.TO_ROUTER, wire.NodeAdapters): WireRig.cut_router_links,
     (Direction.TO_ROUTER, wire.Goodbye): WireRig.guest_leaves,
     (Direction.TO_PREFILL, wire.PeerHello): WireRig.silence_side_channel,
     (Direction.TO_PREFILL, wire.Destination): WireRig.more,
