@@ -218,7 +218,7 @@ def test_a_router_that_ends_undoes_a_load(model_folder: Path) -> None:
         put_on_disk(c, one="c1")
         c.nodes["d1"].shelf.hold()
         loading = asyncio.create_task(load(c, "one"))
-        await c.eventually(lambda: c.nodes["p0"].shelf.holds())
+        await c.eventually(c.nodes["p0"].shelf.holds)
         c.end.set()
         await asyncio.wait_for(c.router, 15)
         await asyncio.gather(loading, return_exceptions=True)
