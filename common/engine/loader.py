@@ -5,6 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -54,11 +55,31 @@ def resolve(name: str, files: Sequence[str] = _MODEL_FILES, what: str = "model")
 
     Raises `ModelNotFoundError`, which calls it a `what`.
     """
+    return local_folder(name, what) or fetch(name, files)
+
+
+def local_folder(name: str, what: str = "model") -> Path | None:
+    """The folder of that name; None if `name` can only be a Hugging Face id.
+
+    Raises `ModelNotFoundError` for a path at which nothing is.
+    """
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if folder.is_absolute() or name.startswith((".", "~")):
         raise ModelNotFoundError(f"there is no {what} folder {name}")
+    return None
+
+
+def fetch(name: str, files: Sequence[str], *, newest: bool = True) -> Path:
+    """The `files` of a Hugging Face id. Takes as long as the hub needs.
+
+    `newest`: ask the hub; else what was fetched before will do, if there is any.
+    Raises `ModelNotFoundError`.
+    """
+    if not newest:
+        with suppress(LocalEntryNotFoundError, HFValidationError, OSError):
+            return Path(snapshot_download(name, allow_patterns=list(files), local_files_only=True))
     try:
         return Path(snapshot_download(name, allow_patterns=list(files)))
     except HFValidationError as error:

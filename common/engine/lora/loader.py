@@ -4,7 +4,8 @@ or a copy.
 One thread works commands off in order. It does a millisecond's work, then rests for three, so that
 running streams keep their pace however large an adapter is, also where the processor that it works
 on is not a spare one. It has the priority of the others: with a lower one it was put aside while it
-held the GIL, and the engine waited for it for a second.
+held the GIL, and the engine waited for it for a second. What has to come from a hub is fetched on
+a thread of its own meanwhile, and read in its turn once it is here.
 """
 
 import logging
@@ -12,13 +13,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import assert_never
 
 from common.engine.errors import AdapterError
 from common.engine.lora.adapter import LoraAdapter
 from common.engine.lora.pool import LoraPool
-from common.engine.lora.reader import read_adapter
+from common.engine.lora.reader import fetch_adapter, find_adapter, read_folder
 from common.engine.spec import ModelSpec
 from common.plan import (
     AdapterCommand,
@@ -39,8 +42,20 @@ RESTS = 3
 """Times as long as it worked before."""
 MAX_REST_S = 0.03
 JOIN_S = 2.0
-"""How long `close` waits; only the fetching of a file from a hub takes longer to break off."""
+"""How long `close` waits."""
 CLOSED = "this node is ending"
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """What a command wants read is on this machine now."""
+
+    command: ReadAdapter
+    folder: Path
+
+    @property
+    def adapter(self) -> int:
+        return self.command.adapter
 
 
 class _Closing(BaseException):
@@ -50,8 +65,9 @@ class _Closing(BaseException):
 class AdapterLoader:
     """Reads adapters into host memory and places them into the slots of `pool`.
 
-    Every `ReadAdapter` and `PlaceAdapter` ends with exactly one event, in the order of submission,
-    except for those that `close` overtakes on a thread that does not end in time. `submit` and
+    Every `ReadAdapter` and `PlaceAdapter` ends with exactly one event, in the order of submission
+    but for what is fetched, except for those that `close` overtakes on a thread that does not end
+    in time. `submit` and
     `poll` are for one thread and never block. `wake` is called, on any thread, after something new
     became available to `poll`.
     """
@@ -60,7 +76,7 @@ class AdapterLoader:
         self._spec = spec
         self._pool = pool
         self._adapters: dict[int, LoraAdapter] = {}
-        self._commands: SimpleQueue[AdapterCommand | None] = SimpleQueue()
+        self._commands: SimpleQueue[AdapterCommand | _Fetched | None] = SimpleQueue()
         self._events: deque[AdapterEvent] = deque()
         self._wake: Callable[[], None] = lambda: None
         self._closing = threading.Event()
@@ -98,7 +114,7 @@ class AdapterLoader:
         if self._thread.ident is not None:
             self._thread.join(JOIN_S)
         if self._thread.is_alive():
-            log.warning("the loader of adapters is still fetching; it ends with this process")
+            log.warning("the loader of adapters is still at work; it ends with this process")
         self._closed = True
         self._refuse_queued()
 
@@ -108,7 +124,7 @@ class AdapterLoader:
                 command = self._commands.get_nowait()
             except Empty:
                 return
-            if isinstance(command, ReadAdapter | PlaceAdapter):
+            if isinstance(command, ReadAdapter | PlaceAdapter | _Fetched):
                 self._publish(AdapterFailed(command.adapter, CLOSED))
 
     # ------------------------------------------------------------ the loader thread
@@ -131,10 +147,18 @@ class AdapterLoader:
             if event is not None:
                 self._publish(event)
 
-    def _handle(self, command: AdapterCommand) -> AdapterEvent | None:
+    def _handle(self, command: AdapterCommand | _Fetched) -> AdapterEvent | None:
         match command:
             case ReadAdapter():
-                return self._read(command)
+                self._adapters.pop(command.adapter, None)
+                folder = find_adapter(command.path)
+                if folder is not None:
+                    return self._read(command, folder)
+                fetching = threading.Thread(target=self._fetch, args=(command,), daemon=True)
+                fetching.start()
+                return None
+            case _Fetched(wanting, folder):
+                return self._read(wanting, folder)
             case PlaceAdapter(number, slot):
                 adapter = self._adapters.get(number)
                 if adapter is None:
@@ -147,10 +171,23 @@ class AdapterLoader:
             case _:
                 assert_never(command)
 
-    def _read(self, command: ReadAdapter) -> AdapterRead:
-        self._adapters.pop(command.adapter, None)
+    def _fetch(self, command: ReadAdapter) -> None:
+        """On a thread of its own: a hub may take minutes, and others' adapters are not to wait."""
+        try:
+            folder = fetch_adapter(command.path, newest=not command.digest)
+        except AdapterError as error:
+            self._publish(AdapterFailed(command.adapter, str(error)))
+        except Exception as error:
+            log.exception("an adapter could not be fetched: %s", command)
+            self._publish(AdapterFailed(command.adapter, f"{type(error).__name__}: {error}"))
+        else:
+            self._commands.put(_Fetched(command, folder))
+            if self._closed:
+                self._refuse_queued()
+
+    def _read(self, command: ReadAdapter, folder: Path) -> AdapterRead:
         began = time.monotonic()
-        adapter = read_adapter(command.path, self._spec, self._pool.max_rank, self._rest)
+        adapter = read_folder(folder, self._spec, self._pool.max_rank, self._rest)
         if command.digest and adapter.digest != command.digest:
             raise AdapterError(
                 f"{command.path} has other content here: its digest is {adapter.digest}, "

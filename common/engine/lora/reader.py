@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from common.engine.errors import AdapterError, ModelNotFoundError
-from common.engine.loader import resolve
+from common.engine.loader import fetch, local_folder
 from common.engine.lora.adapter import Factors, LoraAdapter
 from common.engine.lora.peft_config import CONFIG_FILE, PeftConfig, incompatible, read_config
 from common.engine.lora.targets import Target, targets_of
@@ -58,18 +58,42 @@ def read_adapter(
     `rest` is called between pieces of work of a few milliseconds; what it raises ends the reading.
     Raises AdapterError with a message for whoever named the adapter.
     """
+    folder = find_adapter(path) or fetch_adapter(path)
+    return read_folder(folder, spec, max_rank, rest)
+
+
+def find_adapter(path: str) -> Path | None:
+    """The folder, or None if it can only be a Hugging Face id. Raises AdapterError."""
     try:
-        folder = resolve(path, [CONFIG_FILE, WEIGHTS_FILE], "adapter")
+        return local_folder(path, "adapter")
+    except (ModelNotFoundError, OSError, ValueError, RuntimeError) as error:
+        raise AdapterError(str(error)) from error
+
+
+def fetch_adapter(path: str, *, newest: bool = True) -> Path:
+    """Where the files of a Hugging Face id are, once they are; see `common.engine.loader.fetch`.
+
+    Raises AdapterError.
+    """
+    try:
+        return fetch(path, [CONFIG_FILE, WEIGHTS_FILE], newest=newest)
+    except (ModelNotFoundError, OSError, ValueError, RuntimeError) as error:
+        raise AdapterError(str(error)) from error
+
+
+def read_folder(
+    folder: Path, spec: ModelSpec, max_rank: int, rest: Callable[[], None] = lambda: None
+) -> LoraAdapter:
+    """As `read_adapter`, of a folder."""
+    try:
         config = read_config(folder)
         with _open(folder) as file:
             layers = _read(file, config, spec, min(max_rank, MAX_RANK), rest)
         digest = _digest(layers, rest)
-    except ModelNotFoundError as error:
-        raise AdapterError(str(error)) from error
     except TensorFileError as error:
         raise AdapterError(f"{WEIGHTS_FILE} is damaged: {error}") from error
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
-        raise AdapterError(f"{path} cannot be read: {error}") from error
+        raise AdapterError(f"{folder} cannot be read: {error}") from error
     rank = max(factors.rank for layer in layers for factors in layer.values())
     return LoraAdapter(layers, rank, digest)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from common.engine.errors import AdapterError
 from common.engine.lora import loader as loader_module
 from common.engine.lora.loader import RESTS, AdapterLoader
 from common.engine.lora.pool import LoraPool
@@ -128,8 +129,8 @@ def test_failures_of_any_kind_are_answered_and_survived(
         raise ZeroDivisionError("planted")
 
     with monkeypatch.context() as patched:
-        patched.setattr(loader_module, "read_adapter", broken)
-        loading.loader.submit([ReadAdapter(2, "x", "")])
+        patched.setattr(loader_module, "read_folder", broken)
+        loading.loader.submit([ReadAdapter(2, str(tmp_path), "")])
         assert loading.event() == AdapterFailed(2, "ZeroDivisionError: planted")
     assert "planted" in caplog.text
     loading.loader.submit([ReadAdapter(3, str(folders["all-8"]), ""), PlaceAdapter(3, 7)])
@@ -139,6 +140,52 @@ def test_failures_of_any_kind_are_answered_and_survived(
     assert "there is no slot 7" in refused.error
     loading.loader.submit([PlaceAdapter(3, 1)])
     assert loading.event() == AdapterPlaced(3, 1)
+
+
+def test_what_a_hub_takes_long_to_give_holds_up_nobody_else(
+    loading: Loading, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = threading.Event()
+    asked: list[bool] = []
+
+    def slow_hub(path: str, *, newest: bool) -> Path:
+        asked.append(newest)
+        assert given.wait(WAIT_S)
+        if path == "org/missing":
+            raise AdapterError("no such id")
+        return folders["all-8"]
+
+    monkeypatch.setattr(loader_module, "fetch_adapter", slow_hub)
+    far = [ReadAdapter(1, "org/one", ""), ReadAdapter(2, "org/missing", "")]
+    loading.loader.submit([*far, ReadAdapter(3, str(folders["qv-4"]), ""), PlaceAdapter(3, 0)])
+    read, placed = loading.events(2)
+    assert isinstance(read, AdapterRead)
+    assert placed == AdapterPlaced(3, 0)
+    given.set()
+    one, missing = sorted(loading.events(2), key=lambda event: event.adapter)
+    assert isinstance(one, AdapterRead)
+    assert missing == AdapterFailed(2, "no such id")
+    loading.loader.submit([ReadAdapter(4, "org/one", one.digest), PlaceAdapter(1, 1)])
+    assert {event.adapter for event in loading.events(2)} == {1, 4}
+    assert asked == [True, True, False], "what was read before need not be asked for"
+
+
+def test_a_fetch_that_outlives_the_loader_finds_nobody(
+    loading: Loading, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, given = threading.Event(), threading.Event()
+
+    def slow_hub(path: str, *, newest: bool) -> Path:
+        begun.set()
+        assert given.wait(WAIT_S)
+        return folders["all-8"]
+
+    monkeypatch.setattr(loader_module, "fetch_adapter", slow_hub)
+    loading.loader.submit([ReadAdapter(1, "org/one", "")])
+    assert begun.wait(WAIT_S)
+    loading.loader.close()
+    given.set()
+    assert loading.event() == AdapterFailed(1, "this node is ending")
 
 
 def test_close_in_the_middle_of_a_command(
@@ -153,8 +200,9 @@ def test_close_in_the_middle_of_a_command(
         while True:
             rest()
 
-    monkeypatch.setattr(loader_module, "read_adapter", endless)
-    loading.loader.submit([ReadAdapter(1, "x", ""), DropAdapter(1), PlaceAdapter(2, 0)])
+    monkeypatch.setattr(loader_module, "read_folder", endless)
+    path = str(folders["all-8"])
+    loading.loader.submit([ReadAdapter(1, path, ""), DropAdapter(1), PlaceAdapter(2, 0)])
     assert reading.wait(WAIT_S)
     began = time.monotonic()
     loading.loader.close()
