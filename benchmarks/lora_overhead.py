@@ -9,10 +9,11 @@ One prefill and one decode node of real processes. In each round, one after the 
     each its    every stream with an adapter of its own, all in one batch
     all one     every stream with the same adapter
 
-TPOT is a stream's time from its first token to its last, divided by the tokens between, taken at
-the client, which shares the machine with the cluster. All streams of a round begin at once and are
-equally long. A ratio is the median over the rounds of that variant's median over `none`'s of the
-same round, so a drift of the machine hits both alike. Targets: unused 1.0, each its 1.3.
+TPOT is a stream's time between two chunks divided by the tokens between, over the time in which all
+streams of the round generate: from the last one's first token to the first one's end. It is taken
+at the client, which shares the machine with the cluster. All streams are equally long. A ratio is
+the median over the rounds of that variant's median over `none`'s of the same round, so a drift of
+the machine hits both alike. Targets: unused 1.0, each its 1.3.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from pathlib import Path
 
 from deploy.default_model import ensure_default_model
 from tests.adapters import AdapterSpec, make_adapter
-from tests.faults.load import Load, Work
+from tests.faults.load import Load, Stream, Work
 from tests.faults.matrix import PATIENT
 from tests.integration.client import Client, client
 from tests.integration.lora_rig import load, unload
@@ -45,15 +46,28 @@ def works(adapters: Sequence[str | None], prompt: int, output: int) -> list[Work
     return [Work(random_prompt(chance, prompt), [0] * output, adapter) for adapter in adapters]
 
 
-async def tpots(url: str, asked: Sequence[Work]) -> list[float]:
-    """Of all these at once. Raises RuntimeError if one has no full answer."""
-    async with Load([url], asked) as streams:
-        await streams.finish()
-    found = []
-    for stream in streams.streams:
+async def answered(url: str, asked: Sequence[Work]) -> list[Stream]:
+    """All of these at once. Raises RuntimeError if one has no full answer."""
+    async with Load([url], asked) as load_:
+        await load_.finish()
+    for stream in load_.streams:
         if len(stream.tokens) != len(stream.work.answer):
             raise RuntimeError(stream.describe())
-        found.append((stream.events[-1] - stream.events[0]) / (len(stream.tokens) - 1))
+    return load_.streams
+
+
+def tpots(streams: Sequence[Stream]) -> list[float]:
+    """Seconds a token of each. Raises RuntimeError if they did not all generate for a while."""
+    since = max(stream.events[0] for stream in streams)
+    until = min(stream.events[-1] for stream in streams)
+    found = []
+    for stream in streams:
+        seen = zip(stream.events, stream.counts, strict=False)
+        inside = [(at, count) for at, count in seen if since <= at <= until]
+        if len(inside) < 2:
+            raise RuntimeError("the streams did not run together: ask for more --output tokens")
+        (first, had), (last, has) = inside[0], inside[-1]
+        found.append((last - first) / (has - had))
     return found
 
 
@@ -83,10 +97,11 @@ class Variants:
             await unload(self._session, name)
 
     async def _measure(self, variant: str, adapters: Sequence[str | None]) -> None:
-        self.rounds[variant].append(await self._ask(adapters, self._options.output))
+        streams = await self._ask(adapters, self._options.output)
+        self.rounds[variant].append(tpots(streams))
 
-    async def _ask(self, adapters: Sequence[str | None], output: int) -> list[float]:
-        return await tpots(self._session.url, works(adapters, self._options.input, output))
+    async def _ask(self, adapters: Sequence[str | None], output: int) -> list[Stream]:
+        return await answered(self._session.url, works(adapters, self._options.input, output))
 
 
 async def measure(url: str, adapters: dict[str, Path], options: argparse.Namespace) -> Rounds:
@@ -119,7 +134,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=8, help="and adapters")
     parser.add_argument("--rank", type=int, default=16, help="on all seven projections")
     parser.add_argument("--input", type=int, default=16, help="prompt tokens")
-    parser.add_argument("--output", type=int, default=96, help="output tokens")
+    parser.add_argument("--output", type=int, default=128, help="output tokens")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cpus", nargs=2, default=("0", "1"), help="of prefill and of decode")
     options = parser.parse_args()

@@ -5,9 +5,10 @@
 A cluster of one prefill and one decode node with room for one adapter at a time, once with draining
 (`lora_drain_wait_s` as it is) and once without (1e9). So many clients ask for adapter A without a
 break, more than decode runs at once, so that A always has work; one client asks for B, rests, and
-asks again. When the time is over A's clients stop, and B gets what it still waits for. Waits are
-from the request to its first token, taken at the client. A tiny model: what is measured is who gets
-the slot, not how fast it computes.
+asks again, for the last time ten seconds before the end. Then A's clients stop, and B gets what it
+still waits for. Waits are from the request to its first token, taken at the client. With draining a
+wait is bounded by `lora_drain_wait_s` and A's longest request together. A tiny model: what is
+measured is who gets the slot, not how fast it computes.
 """
 
 import argparse
@@ -31,6 +32,8 @@ from tests.processes import fleet
 from tests.tiny_models import make_tiny_model
 
 NAMES = ("A", "B")
+LAST_TURN_S = 10.0
+"""Who asks later than so long before the end cannot have waited long."""
 MODES: dict[str, dict[str, object]] = {
     "draining": {},
     "no draining": {"lora_drain_wait_s": 1e9},
@@ -42,6 +45,8 @@ class Waits:
     """Of one adapter; seconds."""
 
     first_token_s: list[float] = field(default_factory=list)
+    longest_s: float = 0.0
+    """From a request's first token to its last."""
     starved: int = 0
     """Answered only after the other one's clients had stopped."""
 
@@ -49,7 +54,7 @@ class Waits:
         waits = sorted(self.first_token_s)
         p90 = waits[int(0.9 * (len(waits) - 1))]
         points = "".join(f"{w:10.2f}" for w in (statistics.median(waits), p90, waits[-1]))
-        return f"{len(waits):10}{points}{self.starved:10}"
+        return f"{len(waits):10}{points}{self.longest_s:10.2f}{self.starved:10}"
 
 
 class Desk:
@@ -65,12 +70,14 @@ class Desk:
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             for _ in range(self._options.streams):
-                tasks.create_task(self._ask_until("A", self._options.long, 0.0))
-            tasks.create_task(self._ask_until("B", self._options.short, self._options.rest))
+                tasks.create_task(self._ask_until(self._until, "A", self._options.long, 0.0))
+            last = self._until - LAST_TURN_S
+            rest_s = self._options.rest
+            tasks.create_task(self._ask_until(last, "B", self._options.short, rest_s))
 
-    async def _ask_until(self, name: str, output: int, rest_s: float) -> None:
+    async def _ask_until(self, until: float, name: str, output: int, rest_s: float) -> None:
         await asyncio.sleep(rest_s)  # the slot is A's at first
-        while time.monotonic() < self._until:
+        while time.monotonic() < until:
             # Only the length of the answer counts; and no two of A end at the same time.
             length = self._chance.randint(output // 2, output)
             work = Work(random_prompt(self._chance, self._options.input), [0] * length, name)
@@ -80,8 +87,11 @@ class Desk:
             (stream,) = one.streams
             if len(stream.tokens) != length:
                 raise RuntimeError(stream.describe())
-            self.waits[name].first_token_s.append(stream.events[0] - began)
-            self.waits[name].starved += name == "B" and stream.events[0] > self._until
+            first, last = stream.events[0], stream.events[-1]
+            waits = self.waits[name]
+            waits.first_token_s.append(first - began)
+            waits.longest_s = max(waits.longest_s, last - first)
+            waits.starved += first > self._until and name == "B"
             await asyncio.sleep(rest_s)
 
 
@@ -108,7 +118,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(argv)
     shared = {"max_loras_per_batch": 1, "max_running_requests": options.running, "num_pages": 600}
-    title = "".join(f"{name:>10}" for name in ("requests", "p50 s", "p90 s", "max s", "starved"))
+    title = "".join(
+        f"{name:>10}" for name in ("requests", "p50 s", "p90 s", "max s", "longest s", "starved")
+    )
     print(f"{'':14}{'adapter':>8}{title}")
     with tempfile.TemporaryDirectory(prefix="pdserve-lora-") as folder:
         model = make_tiny_model("llama", Path(folder) / "model", **MODEL)

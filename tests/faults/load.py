@@ -78,6 +78,8 @@ class Stream:
     error: str = ""
     events: list[float] = field(default_factory=list)
     """When something new arrived, the end included; monotonic."""
+    counts: list[int] = field(default_factory=list)
+    """How many tokens there were after each of these, but for the end."""
     ends: int = 0
     """Terminal words seen, of a finish or an error: more than one is a bug."""
 
@@ -242,6 +244,7 @@ def _take(chunk: dict[str, Any], stream: Stream) -> None:
         return
     stream.tokens = chunk["output_ids"]
     stream.events.append(time.monotonic())
+    stream.counts.append(len(stream.tokens))
     reason = chunk["meta_info"]["finish_reason"]
     if reason is not None:
         end = End.ABORTED if reason["type"] == "abort" else End.DONE
