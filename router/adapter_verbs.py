@@ -246,16 +246,23 @@ class AdapterVerbs:
     async def _sync(self, node: Node) -> None:
         """Give a node that has joined what the cluster has; it takes no work until then."""
         incarnation = node.incarnation
-        work: list[Coroutine[Any, Any, Any]] = [
-            self._collect(node, name) for name in self._catalogue.debts(incarnation)
-        ]
-        work += [self._give(node, entry) for entry in self._catalogue.lacking(incarnation)]
+        debts = self._catalogue.debts(incarnation)
+        work: list[Coroutine[Any, Any, Any]] = [self._exchange(node, name) for name in debts]
+        lacking = self._catalogue.lacking(incarnation)
+        work += [self._give(node, entry) for entry in lacking if entry.name not in debts]
         try:
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.gather(*work), self._limits.load_timeout_s)
         finally:
             node.syncing = False
             self._dispatch()
+
+    async def _exchange(self, node: Node, name: str) -> None:
+        """Have it unload what it owes, and only then load what the cluster has of that name."""
+        await self._collect(node, name)
+        entry = self._catalogue.get(name)
+        if entry is not None and self._lacks(node, entry):
+            await self._give(node, entry)
 
     async def _give(self, node: Node, entry: Entry) -> NodeAnswer | None:
         """Have one node load an adapter of the cluster. None if that is no longer wanted."""

@@ -12,7 +12,8 @@ between routers. An adapter's identity is its digest. The first digest of a name
 as a node has it; who holds other content under that name is no candidate for it (`Node.holds`).
 
 Who was to unload something and was lost before it answered still owes that. Should the same process
-come back, it is told to unload, and teaches nobody what was unloaded here.
+come back, it is told to unload, and teaches nobody what was unloaded here; also where the same was
+loaded again since, for the first order may still lie there unread.
 
 An adapter that nodes drop by themselves (their own HTTP, another router's unload) goes once no node
 here lists it, and is not given back to them. One whose nodes merely died stays: the next node to
@@ -221,7 +222,6 @@ class AdapterCatalogue:
         if before is None:
             gone = self._gone_while_lost(node, listed)
             self._uncertain.pop(node, None)
-            self._reconcile_debts(node, listed)
         else:
             gone = set(before) - set(listed)
         taught = []
@@ -231,7 +231,8 @@ class AdapterCatalogue:
             if news and info.name not in self._owed.get(node, ()) and self._learn(info):
                 taught.append(self._entries[info.name])
         for name in gone:
-            _of(self._dropped, node).add(name)
+            if name not in self._owed.get(node, ()):
+                _of(self._dropped, node).add(name)
             self._forget_if_gone(name)
         return taught if before is None else []
 
@@ -256,13 +257,6 @@ class AdapterCatalogue:
             for name, entry in had.items()
             if name not in listed and entry is not None and self._entries.get(name) is entry
         }
-
-    def _reconcile_debts(self, node: Incarnation, listed: dict[str, AdapterInfo]) -> None:
-        """What was loaded again since, with the content that this node has, it may keep."""
-        for name in self.debts(node):
-            info = listed.get(name)
-            if info is not None and self.serves(Adapter(name, info.digest)):
-                self.settle_debt(node, name)
 
     def _learn(self, info: AdapterInfo) -> bool:
         """Take in what a node has. Whether the cluster has it only since now."""

@@ -47,6 +47,7 @@ def test_ready_means_a_pair_that_has_shaken_hands(model_folder: Path) -> None:
                 status, reason = await readiness(c)
                 assert (status, "shaken hands" in reason) == (503, True), reason
                 assert (await c.get("/health"))[0] == 200
+                await c.eventually(lambda: decode.got(Peers))
                 (peers,) = decode.got(Peers)
                 assert isinstance(peers, Peers)
                 decode.linked_peers = [peer.incarnation for peer in peers.nodes]
