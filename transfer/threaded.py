@@ -7,11 +7,11 @@ thread carries out commands, looks how posted writes fare, and sleeps as `transf
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Generic, Protocol, TypeVar
 
+from common.mailbox import Mailbox
 from common.messages import PeerMemory
 from common.plan import RenewLease, TransferCommand, TransferEvent
 from transfer.pacing import Pacing
@@ -52,11 +52,9 @@ class ThreadedTransfer(Generic[Handle]):
         self._memory = memory
         self._poster = Poster(agent, memory.num_pages, memory.page_bytes, clock)
         self._pacing = pacing
-        self._commands: SimpleQueue[TransferCommand | None] = SimpleQueue()
-        self._events: deque[TransferEvent] = deque()
+        self._mail: Mailbox[TransferCommand, TransferEvent] = Mailbox()
         self._closing = threading.Event()
         self._closed = False
-        self._wake: Callable[[], None] = _no_one
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
 
     @property
@@ -66,20 +64,16 @@ class ThreadedTransfer(Generic[Handle]):
     # ------------------------------------------------------------ the engine thread
 
     def start(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
+        self._mail.wake = wake
         self._thread.start()
 
     def submit(self, commands: Sequence[TransferCommand]) -> None:
-        for command in commands:
-            self._commands.put(command)
+        self._mail.post(commands)
         if self._closed:
             self._end_queued()
 
     def poll(self) -> list[TransferEvent]:
-        events: list[TransferEvent] = []
-        while self._events:
-            events.append(self._events.popleft())
-        return events
+        return self._mail.poll()
 
     def close(self) -> None:
         """Bounded by `DRAIN_S` for posted writes plus `JOIN_S` for a post that blocks.
@@ -90,7 +84,7 @@ class ThreadedTransfer(Generic[Handle]):
         if self._closed:
             return
         self._closing.set()
-        self._commands.put(None)
+        self._mail.commands.put(None)
         if self._thread.ident is not None:
             self._thread.join(JOIN_S)
         if self._thread.is_alive():
@@ -103,13 +97,8 @@ class ThreadedTransfer(Generic[Handle]):
 
     def _end_queued(self) -> None:
         """End commands that no thread will read any more."""
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except Empty:
-                break
-            if command is not None:
-                self._poster.refuse([command], CLOSED)
+        for command in self._mail.unread():
+            self._poster.refuse([command], CLOSED)
         self._publish()
 
     # ------------------------------------------------------------ the transfer thread
@@ -154,7 +143,7 @@ class ThreadedTransfer(Generic[Handle]):
         """
         worked = False
         try:
-            command = self._commands.get(timeout=pause_s)
+            command = self._mail.commands.get(timeout=pause_s)
         except Empty:
             return False
         look_at = time.monotonic() + LOOK_INTERVAL_S
@@ -164,7 +153,7 @@ class ThreadedTransfer(Generic[Handle]):
             if self._closing.is_set() or time.monotonic() > look_at:
                 break
             try:
-                command = self._commands.get_nowait()
+                command = self._mail.commands.get_nowait()
             except Empty:
                 break
         return worked
@@ -172,10 +161,5 @@ class ThreadedTransfer(Generic[Handle]):
     def _publish(self) -> bool:
         events = self._poster.take_events()
         if events:
-            self._events.extend(events)
-            self._wake()
+            self._mail.publish(events)
         return bool(events)
-
-
-def _no_one() -> None:
-    """The wake-up before `start`."""

@@ -11,18 +11,17 @@ a thread of its own meanwhile, and read in its turn once it is here.
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import assert_never
+from typing import TypeVar, assert_never
 
 from common.engine.errors import AdapterError
 from common.engine.lora.adapter import LoraAdapter
 from common.engine.lora.pool import LoraPool
 from common.engine.lora.reader import fetch_adapter, find_adapter, read_folder
 from common.engine.spec import ModelSpec
+from common.mailbox import Mailbox
 from common.plan import (
     AdapterCommand,
     AdapterEvent,
@@ -58,6 +57,9 @@ class _Fetched:
         return self.command.adapter
 
 
+C = TypeVar("C", bound=AdapterCommand | _Fetched)
+
+
 class _Closing(BaseException):
     """The loader is asked to end; not an Exception, so that nobody takes it for a failure."""
 
@@ -67,18 +69,15 @@ class AdapterLoader:
 
     Every `ReadAdapter` and `PlaceAdapter` ends with exactly one event, in the order of submission
     but for what is fetched, except for those that `close` overtakes on a thread that does not end
-    in time. `submit` and
-    `poll` are for one thread and never block. `wake` is called, on any thread, after something new
-    became available to `poll`.
+    in time. `submit` and `poll` are for one thread and never block. `wake` is called, on any
+    thread, after something new became available to `poll`.
     """
 
     def __init__(self, spec: ModelSpec, pool: LoraPool) -> None:
         self._spec = spec
         self._pool = pool
         self._adapters: dict[int, LoraAdapter] = {}
-        self._commands: SimpleQueue[AdapterCommand | _Fetched | None] = SimpleQueue()
-        self._events: deque[AdapterEvent] = deque()
-        self._wake: Callable[[], None] = lambda: None
+        self._mail: Mailbox[AdapterCommand | _Fetched, AdapterEvent] = Mailbox()
         self._closing = threading.Event()
         self._closed = False
         self._rested_at = 0.0
@@ -88,29 +87,25 @@ class AdapterLoader:
 
     def start(self, wake: Callable[[], None]) -> None:
         """Begin to work; called once."""
-        self._wake = wake
+        self._mail.wake = wake
         self._thread.start()
 
     def submit(self, commands: Sequence[AdapterCommand]) -> None:
         """Hand over commands, in order. After `close` they fail at once."""
-        for command in commands:
-            self._commands.put(command)
+        self._mail.post(commands)
         if self._closed:
             self._refuse_queued()
 
     def poll(self) -> list[AdapterEvent]:
         """Everything new, oldest first; still answers after `close`."""
-        events: list[AdapterEvent] = []
-        while self._events:
-            events.append(self._events.popleft())
-        return events
+        return self._mail.poll()
 
     def close(self) -> None:
         """End within `JOIN_S`, also in the middle of a command; what is unfinished fails."""
         if self._closed:
             return
         self._closing.set()
-        self._commands.put(None)
+        self._mail.commands.put(None)
         if self._thread.ident is not None:
             self._thread.join(JOIN_S)
         if self._thread.is_alive():
@@ -119,33 +114,33 @@ class AdapterLoader:
         self._refuse_queued()
 
     def _refuse_queued(self) -> None:
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except Empty:
-                return
-            if isinstance(command, ReadAdapter | PlaceAdapter | _Fetched):
-                self._publish(AdapterFailed(command.adapter, CLOSED))
+        for command in self._mail.unread():
+            if not isinstance(command, DropAdapter):
+                self._mail.publish([AdapterFailed(command.adapter, CLOSED)])
 
     # ------------------------------------------------------------ the loader thread
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            command = self._commands.get()
+            command = self._mail.commands.get()
             if command is None:
                 return
             self._rested_at = time.monotonic()
-            try:
-                event = self._handle(command)
-            except AdapterError as error:
-                event = AdapterFailed(command.adapter, str(error))
-            except _Closing:
-                event = AdapterFailed(command.adapter, CLOSED)
-            except Exception as error:
-                log.exception("an adapter command failed: %s", command)
-                event = AdapterFailed(command.adapter, f"{type(error).__name__}: {error}")
-            if event is not None:
-                self._publish(event)
+            self._attempt(command, self._handle)
+
+    def _attempt(self, command: C, work: Callable[[C], AdapterEvent | None]) -> None:
+        """Publish what comes of it, if that is known already, or why nothing does."""
+        try:
+            event = work(command)
+        except AdapterError as error:
+            event = AdapterFailed(command.adapter, str(error))
+        except _Closing:
+            event = AdapterFailed(command.adapter, CLOSED)
+        except Exception as error:
+            log.exception("an adapter command failed: %s", command)
+            event = AdapterFailed(command.adapter, f"{type(error).__name__}: {error}")
+        if event is not None:
+            self._mail.publish([event])
 
     def _handle(self, command: AdapterCommand | _Fetched) -> AdapterEvent | None:
         match command:
@@ -154,8 +149,8 @@ class AdapterLoader:
                 folder = find_adapter(command.path)
                 if folder is not None:
                     return self._read(command, folder)
-                fetching = threading.Thread(target=self._fetch, args=(command,), daemon=True)
-                fetching.start()
+                work = (command, self._fetch)
+                threading.Thread(target=self._attempt, args=work, daemon=True).start()
                 return None
             case _Fetched(wanting, folder):
                 return self._read(wanting, folder)
@@ -173,17 +168,10 @@ class AdapterLoader:
 
     def _fetch(self, command: ReadAdapter) -> None:
         """On a thread of its own: a hub may take minutes, and others' adapters are not to wait."""
-        try:
-            folder = fetch_adapter(command.path, newest=not command.digest)
-        except AdapterError as error:
-            self._publish(AdapterFailed(command.adapter, str(error)))
-        except Exception as error:
-            log.exception("an adapter could not be fetched: %s", command)
-            self._publish(AdapterFailed(command.adapter, f"{type(error).__name__}: {error}"))
-        else:
-            self._commands.put(_Fetched(command, folder))
-            if self._closed:
-                self._refuse_queued()
+        folder = fetch_adapter(command.path, newest=not command.digest)
+        self._mail.post([_Fetched(command, folder)])
+        if self._closed:
+            self._refuse_queued()
 
     def _read(self, command: ReadAdapter, folder: Path) -> AdapterRead:
         began = time.monotonic()
@@ -204,7 +192,3 @@ class AdapterLoader:
             if self._closing.wait(min(RESTS * worked_s, MAX_REST_S)):
                 raise _Closing
             self._rested_at = time.monotonic()
-
-    def _publish(self, event: AdapterEvent) -> None:
-        self._events.append(event)
-        self._wake()
