@@ -50,18 +50,6 @@ _REFUSED_NAMES = {
 log = logging.getLogger(__name__)
 
 
-def read_adapter(
-    path: str, spec: ModelSpec, max_rank: int, rest: Callable[[], None] = lambda: None
-) -> LoraAdapter:
-    """Read a PEFT folder, or fetch a Hugging Face id and read that.
-
-    `rest` is called between pieces of work of a few milliseconds; what it raises ends the reading.
-    Raises AdapterError with a message for whoever named the adapter.
-    """
-    folder = find_adapter(path) or fetch_adapter(path)
-    return read_folder(folder, spec, max_rank, rest)
-
-
 def find_adapter(path: str) -> Path | None:
     """The folder, or None if it can only be a Hugging Face id. Raises AdapterError."""
     try:
@@ -84,7 +72,11 @@ def fetch_adapter(path: str, *, newest: bool = True) -> Path:
 def read_folder(
     folder: Path, spec: ModelSpec, max_rank: int, rest: Callable[[], None] = lambda: None
 ) -> LoraAdapter:
-    """As `read_adapter`, of a folder."""
+    """Read what PEFT has written.
+
+    `rest` is called between pieces of work of a few milliseconds; what it raises ends the reading.
+    Raises AdapterError with a message for whoever named the adapter.
+    """
     try:
         config = read_config(folder)
         with _open(folder) as file:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.engine.lora.pool import LoraPool
-from common.engine.lora.reader import read_adapter
+from common.engine.lora.reader import read_folder
 from tests.adapters import ADAPTERS, PeftOracle, make_adapters
 from tests.unit.engine.conftest import VARIANTS, Zoo
 from tests.unit.engine.driving import Engine, Generation, greedy
@@ -33,7 +33,7 @@ class Adapted:
 
     def place(self, pool: LoraPool, slot: int | None, name: str) -> None:
         assert slot is not None
-        adapter = read_adapter(str(self.folders[name]), self.loaded.spec, 256)
+        adapter = read_folder(self.folders[name], self.loaded.spec, 256)
         pool.place(slot, adapter, lambda: None)
 
     @staticmethod
@@ -173,7 +173,7 @@ def test_a_placement_that_is_broken_off_leaves_the_slot_empty(
         if calls == 20:
             raise InterruptedError
 
-    adapter = read_adapter(str(model.folders["all-8"]), model.loaded.spec, 256)
+    adapter = read_folder(model.folders["all-8"], model.loaded.spec, 256)
     with pytest.raises(InterruptedError):
         pool.place(1, adapter, stop)
     with pytest.raises(KeyError):

@@ -13,7 +13,7 @@ from common.engine.errors import AdapterError
 from common.engine.lora import loader as loader_module
 from common.engine.lora.loader import RESTS, AdapterLoader
 from common.engine.lora.pool import LoraPool
-from common.engine.lora.reader import read_adapter
+from common.engine.lora.reader import read_folder
 from common.plan import (
     AdapterEvent,
     AdapterFailed,
@@ -66,7 +66,7 @@ def loading(zoo: Zoo) -> Iterator[Loading]:
 
 def test_read_place_and_drop(loading: Loading, zoo: Zoo, folders: dict[str, Path]) -> None:
     spec = zoo.loaded(VARIANT).spec
-    known = {name: read_adapter(str(path), spec, 64) for name, path in folders.items()}
+    known = {name: read_folder(path, spec, 64) for name, path in folders.items()}
     commands = [ReadAdapter(n, str(path), "") for n, path in enumerate(folders.values())]
     loading.loader.submit(commands)
     assert loading.events(len(folders)) == [

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.engine.errors import AdapterError
 from common.engine.lora.adapter import LoraAdapter
-from common.engine.lora.reader import read_adapter
+from common.engine.lora.reader import fetch_adapter, find_adapter, read_folder
 from tests.adapters import AdapterSpec, make_adapter
 from tests.unit.engine.conftest import Zoo
 
@@ -35,7 +35,8 @@ def folder(original: Path, tmp_path: Path) -> Path:
 
 
 def read(zoo: Zoo, folder: Path | str, max_rank: int = 256) -> LoraAdapter:
-    return read_adapter(str(folder), zoo.loaded(VARIANT).spec, max_rank)
+    found = find_adapter(str(folder)) or fetch_adapter(str(folder))
+    return read_folder(found, zoo.loaded(VARIANT).spec, max_rank)
 
 
 def configure(folder: Path, **changes: object) -> None:
@@ -345,7 +346,7 @@ def test_a_file_that_is_cut_off(zoo: Zoo, folder: Path, kept: float) -> None:
 def test_a_file_that_is_cut_off_while_it_is_read(zoo: Zoo, folder: Path) -> None:
     path = folder / "adapter_model.safetensors"
     with pytest.raises(AdapterError, match="is damaged: it ends inside"):
-        read_adapter(str(folder), zoo.loaded(VARIANT).spec, 256, lambda: os.truncate(path, 9000))
+        read_folder(folder, zoo.loaded(VARIANT).spec, 256, lambda: os.truncate(path, 9000))
 
 
 def test_patterns_that_would_match_for_years(

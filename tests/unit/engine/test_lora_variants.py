@@ -8,7 +8,7 @@ import pytest
 
 from common.engine.errors import AdapterError
 from common.engine.lora.adapter import LoraAdapter
-from common.engine.lora.reader import read_adapter
+from common.engine.lora.reader import read_folder
 from tests.adapters import AdapterSpec, make_adapter
 from tests.unit.engine.conftest import Zoo
 
@@ -28,7 +28,7 @@ TELL_TALE_TENSORS = ("use_dora", "modules_to_save", "trainable_token_indices")
 
 
 def read(zoo: Zoo, folder: Path) -> LoraAdapter:
-    return read_adapter(str(folder), zoo.loaded(VARIANT).spec, 256)
+    return read_folder(folder, zoo.loaded(VARIANT).spec, 256)
 
 
 def make(zoo: Zoo, folder: Path, **settings: Any) -> Path:
