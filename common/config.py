@@ -30,6 +30,8 @@ class NodeConfig:
     """Pages in this node's pool; sized from `kv_cache_gib` if not given."""
     kv_cache_gib: float = 1.0
     """Size of the page pool when `num_pages` is not given."""
+    prefix_cache: bool = True
+    """Keep the pages of finished requests, and do not compute again what they hold."""
     max_running_requests: int = 64
     """Requests computing at the same time."""
     chunk_size: int = 512

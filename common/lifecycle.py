@@ -7,8 +7,10 @@ that the node's table does not have. Each node owns one table:
                                            └────────────┴──▶ ABORTING ─▶ (ended)
 
     decode    PREALLOC ─▶ TRANSFER ─▶ WAITING ─▶ RUNNING ─▶ (ended)
-                              └──▶ ABORTING ─▶ (ended)
+                 │            └──▶ ABORTING ─▶ (ended)  ▲
+                 └──▶ PREFILLING ───────────────────────┘
 
+A decode node that computes a prompt itself (no prefill node takes part) passes through PREFILLING.
 A request may end from every state but one in which a posted write can still touch its pages: there
 it passes through ABORTING, whose only exit is the transfer's own event.
 
@@ -34,7 +36,7 @@ class State(Enum):
     WAITING = auto()
     """Everything is here but a place in the batch (prefill: pages too)."""
     PREFILLING = auto()
-    """Prefill: holds pages and a slot; chunk by chunk."""
+    """Holds pages and a slot, and computes its prompt chunk by chunk."""
     INFLIGHT = auto()
     """Prefill: computed, its last writes are posted."""
     RUNNING = auto()
@@ -58,7 +60,8 @@ PREFILL_EDGES: Edges = {
 
 DECODE_EDGES: Edges = {
     None: frozenset({State.PREALLOC}),
-    State.PREALLOC: frozenset({State.TRANSFER, State.ENDED}),
+    State.PREALLOC: frozenset({State.TRANSFER, State.PREFILLING, State.ENDED}),
+    State.PREFILLING: frozenset({State.RUNNING, State.ENDED}),
     State.TRANSFER: frozenset({State.WAITING, State.ABORTING, State.ENDED}),
     State.WAITING: frozenset({State.RUNNING, State.ENDED}),
     State.RUNNING: frozenset({State.ENDED}),

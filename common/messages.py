@@ -22,7 +22,7 @@ import msgspec
 
 from common.modes import DisaggregationMode, PauseMode
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 Room = int
 Incarnation = str
@@ -37,6 +37,24 @@ class Value(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 # ---------------------------------------------------------------- shared values
+
+
+class GrammarKind(StrEnum):
+    JSON_SCHEMA = "json_schema"
+    """`text` is a JSON schema; `{}` allows any JSON object."""
+    REGEX = "regex"
+    """The whole output matches."""
+    CHOICE = "choice"
+    """`text` is a JSON list of strings, of which the output is one."""
+    EBNF = "ebnf"
+    """`text` is a context-free grammar in Lark's notation."""
+
+
+class Grammar(Value, frozen=True):
+    """What the output must obey. Its state is rebuilt from the output tokens, so it needs none."""
+
+    kind: GrammarKind
+    text: str
 
 
 class SamplingParams(Value, frozen=True, kw_only=True):
@@ -60,8 +78,12 @@ class SamplingParams(Value, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
     logprobs: int | None = None
     """How many alternatives to report beside the chosen token; None reports nothing."""
+    prompt_logprobs: int | None = None
+    """The same for every prompt token but the first, which has no probability. Such a prompt is
+    computed whole: a cached prefix has no logits. Left out once the router has them."""
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
 
 
 class TokenLogprob(Value, frozen=True):
@@ -165,7 +187,9 @@ class NodeStats(Value, frozen=True, kw_only=True):
     """Requests in `running_batch`; a prefill node always says 0."""
     num_pages: int = 0
     free_pages: int = 0
+    """Pages that a request may be given now, cached ones that nobody uses among them."""
     cached_pages: int = 0
+    """Pages that the prefix cache knows, used or not."""
     quarantined_pages: int = 0
     queued_tokens: int = 0
     """Prompt tokens not computed yet (prefill), or tokens held by active requests (decode)."""
@@ -218,6 +242,7 @@ class Generate(Wire, frozen=True, kw_only=True):
     prefill_address: str = ""
     """Side-channel address of the prefill node; set in the decode node's copy only."""
     prefill_incarnation: Incarnation = ""
+    """Empty on a decode node: it computes the prompt itself, beside its running batch."""
 
 
 class Abort(Wire, frozen=True):
@@ -246,6 +271,10 @@ class Peers(Wire, frozen=True):
     """
 
     nodes: list[PeerNode]
+
+
+class ListCache(Wire, frozen=True):
+    """Say again all that is cached; answered by `CacheUpdate`s, the first with `reset`."""
 
 
 class Ping(Wire, frozen=True):
@@ -344,7 +373,10 @@ class TokenOutput(Value, frozen=True, kw_only=True):
     finish: StopReason | None = None
     """Set with the request's very last token."""
     cached_tokens: int = 0
-    """Prompt tokens that prefill did not have to compute; in prefill's output only."""
+    """Prompt tokens that were not computed for this room; in the first output of the node that
+    computed the others."""
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """Of prompt tokens 1, 2, ...; where they were asked for, in the same output."""
 
 
 class Tokens(Wire, frozen=True):
@@ -388,12 +420,37 @@ class NodeAdapters(Wire, frozen=True):
     adapters: list[AdapterInfo]
 
 
+class CacheUpdate(Wire, frozen=True, kw_only=True):
+    """What has changed in this node's prefix cache: what it forgot, then what it has now.
+
+    Pages are known by their `hashing.key`, 8 bytes each, native order of x86 and ARM (little
+    endian), one after the other. A snapshot is one update with `reset` and others that go on with
+    it, so that no message is large.
+    """
+
+    seq: int
+    """1, 2, 3, ... for each router link; a jump means that an update was lost."""
+    reset: bool = False
+    """Forget all that was said before."""
+    evicted: bytes = b""
+    stored: bytes = b""
+
+
 class Goodbye(Wire, frozen=True):
     """The node leaves on purpose; its rooms are over."""
 
 
 ToRouter = (
-    Hello | Heartbeat | Tokens | Retracted | Failed | Aborted | AdminReply | NodeAdapters | Goodbye
+    Hello
+    | Heartbeat
+    | Tokens
+    | Retracted
+    | Failed
+    | Aborted
+    | AdminReply
+    | NodeAdapters
+    | CacheUpdate
+    | Goodbye
 )
 
 

@@ -49,6 +49,11 @@ class Row:
     init: SlotInit | None = None
     lora_slot: int | None = None
     """Where its adapter's weights are; None for the base model."""
+    prompt_logprobs: int | None = None
+    """Report the log probability of the token after each of `token_ids`, as far as `next_ids` tells
+    it, with so many alternatives; None reports nothing."""
+    next_ids: Sequence[int] = ()
+    """The known tokens at `start + 1, start + 2, ...`; only beside `prompt_logprobs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,9 @@ class BatchResult:
     """`samples[i]` belongs to `rows[i]`; None where nothing was to be sampled."""
 
     samples: tuple[Sample | None, ...]
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """`prompt_logprobs[i]` is what `rows[i]` asked for, one for each of its `next_ids`; empty where
+    no row did."""
 
 
 # ---------------------------------------------------------------- transfers
@@ -269,6 +277,17 @@ class ProbePeer:
 
     peer: Incarnation
     address: str
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChanged:
+    """For all routers: what the prefix cache forgot, then what it has now. Keys are
+    `hashing.key`s."""
+
+    evicted: tuple[int, ...] = ()
+    stored: tuple[int, ...] = ()
+    cleared: bool = False
+    """It forgot everything, before the other two."""
 
 
 Outgoing = ToRouterMsg | ToPeerMsg | DialPeer | HangUp | ProbePeer

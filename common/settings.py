@@ -17,6 +17,7 @@ class SchedulerSettings:
     max_model_len: int
     max_running_requests: int
     chunk_size: int
+    prefix_cache: bool = True
     twin_timeout_s: float = 30.0
     transfer_timeout_s: float = 300.0
     lease_s: float = 10.0

@@ -282,6 +282,7 @@ def _scheduler_settings(
         max_model_len=max_model_len,
         max_running_requests=config.max_running_requests,
         chunk_size=config.chunk_size,
+        prefix_cache=config.prefix_cache,
         twin_timeout_s=config.twin_timeout_s,
         transfer_timeout_s=config.transfer_timeout_s,
         lease_s=config.lease_s,
