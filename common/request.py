@@ -15,6 +15,7 @@ from common.messages import (
     TokenLogprob,
     TokenOutput,
 )
+from common.plan import Row, SlotInit
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -40,6 +41,10 @@ class Req:
     """Lower values come first."""
     pages: list[int] = field(default_factory=list)
     slot: int | None = None
+    started: bool = False
+    """The runner knows its slot."""
+    num_computed: int = 0
+    """Positions of its prompt whose KV is in `pages`, while this node computes them."""
     queue: Any = None
     """The `ReqQueue` that holds it; None before the first."""
     stages: dict[str, float] = field(default_factory=dict)
@@ -93,6 +98,11 @@ class Req:
         return self.sampling.max_tokens - len(self.output_ids)
 
     @property
+    def num_uncomputed(self) -> int:
+        """Known tokens that this node still has to compute, if it is the one to."""
+        return self.num_tokens - self.num_computed
+
+    @property
     def max_kv_tokens(self) -> int:
         """Most positions that can ever hold KV: the very last token's is never computed."""
         return len(self.prompt_ids) + self.sampling.max_tokens - 1
@@ -113,6 +123,31 @@ class Req:
     def context(self) -> list[int]:
         """All tokens known: prompt, then outputs."""
         return [*self.prompt_ids, *self.output_ids]
+
+    def take_init(self) -> SlotInit | None:
+        """For its first row here: what the runner has to know of the slot's new owner."""
+        if self.started:
+            return None
+        self.started = True
+        return SlotInit(self.sampling, self.prompt_ids, tuple(self.output_ids))
+
+    def next_chunk(self, share: int, lora_slot: int | None) -> Row:
+        """The next `share` positions of its prompt; the last of them all draws the next token.
+
+        All its pages go to the runner with the first. `lora_slot`: where its adapter is.
+        """
+        end = self.num_computed + share
+        init = self.take_init()
+        assert self.slot is not None
+        return Row(
+            slot=self.slot,
+            start=self.num_computed,
+            token_ids=self.context()[self.num_computed : end],
+            new_pages=tuple(self.pages) if init is not None else (),
+            sample_index=len(self.output_ids) if end == self.num_tokens else None,
+            init=init,
+            lora_slot=lora_slot,
+        )
 
     def stop_reason(self) -> StopReason | None:
         """Whether the newest output token ends the request."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.messages import Destination, FirstToken, Generate, Incarnation
-from common.plan import Row, SlotInit
+from common.plan import Row
 from common.request import Req
 
 
@@ -20,8 +20,6 @@ class DecodeReq(Req):
     first_token: FirstToken | None = None
     unsent_pages: list[int] = field(default_factory=list)
     """Pages that the runner's table does not have yet."""
-    started: bool = False
-    """The runner knows this slot."""
 
     @classmethod
     def fields_of(cls, generate: Generate, router: Incarnation, now: float) -> dict[str, Any]:
@@ -45,10 +43,6 @@ class DecodeReq(Req):
         `lora_slot`: where its adapter is.
         """
         assert self.slot is not None
-        init = None
-        if not self.started:
-            init = SlotInit(self.sampling, self.prompt_ids, tuple(self.output_ids))
-            self.started = True
         new_pages, self.unsent_pages = tuple(self.unsent_pages), []
         return Row(
             slot=self.slot,
@@ -56,6 +50,6 @@ class DecodeReq(Req):
             token_ids=(self.output_ids[-1],),
             new_pages=new_pages,
             sample_index=len(self.output_ids),
-            init=init,
+            init=self.take_init(),
             lora_slot=lora_slot,
         )

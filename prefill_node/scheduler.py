@@ -17,6 +17,7 @@
 from collections.abc import Iterable
 from typing import assert_never, cast
 
+from common.chunked_prefill import split_budget
 from common.events import FromPeer, PeerClosed, PeerProbed
 from common.lifecycle import PREFILL_EDGES, State
 from common.messages import (
@@ -49,7 +50,6 @@ from common.plan import (
 from common.scheduler import Scheduler
 from common.settings import SchedulerSettings
 from common.tombstones import Ending, Tombstone
-from prefill_node.admission import split_budget
 from prefill_node.answers import destination_problem, ending
 from prefill_node.peers import DecodeLinks
 from prefill_node.request import EarlyDestination, PrefillReq
@@ -248,7 +248,7 @@ class PrefillScheduler(Scheduler[PrefillReq]):
         for req, share in zip(reqs, shares, strict=True):
             if share:
                 lora_slot = None if req.lora is None else self._lora.slot_of(req.lora)
-                rows.append((req, req.next_row(share, lora_slot)))
+                rows.append((req, req.next_chunk(share, lora_slot)))
         return rows
 
     def _admit(self) -> None:

@@ -1,4 +1,4 @@
-"""Who prefills next and how much: pure decisions over plain numbers."""
+"""Prompts computed chunk by chunk: who comes next and how much. Pure, over plain numbers."""
 
 from collections.abc import Sequence
 
