@@ -17,7 +17,6 @@
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import assert_never, cast
 
 import msgspec
 
@@ -26,21 +25,11 @@ from common.lifecycle import DECODE_EDGES, State
 from common.messages import (
     Cancel,
     ChunkLanded,
-    Drained,
     FailureKind,
     Generate,
     Incarnation,
     NodeStats,
-    PeerBye,
     PeerNode,
-    PeerRefused,
-    PeerWelcome,
-    Ping,
-    Room,
-    RoomFailed,
-    RoomFinished,
-    RoomUnknown,
-    ToDecode,
 )
 from common.plan import Notified, PeerAdded, Row, Sample, WriteDone, WriteFailed
 from common.scheduler import Scheduler
@@ -51,13 +40,9 @@ from decode_node.announced import AnnouncedPeers
 from decode_node.forecast import SlotForecast
 from decode_node.notification import read_notification
 from decode_node.peers import PrefillLinks
+from decode_node.prefill_side import PrefillSide
 from decode_node.quarantine import Quarantine
 from decode_node.request import DecodeReq
-from decode_node.sync import sync_with
-from transfer.handshake import mismatch
-
-LAST_WORDS_S = 0.5
-"""How long notifications of writes that have ended may still be on their way."""
 
 
 class DecodeScheduler(Scheduler[DecodeReq]):
@@ -78,6 +63,18 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         self.quarantine = Quarantine(self.kv, self.links, self._outbox, self.counters, settings)
         self._reserve_pages = reserve_pages
         self._forecast = SlotForecast(settings.max_running_requests)
+        self._prefill = PrefillSide(
+            settings,
+            self.kv,
+            self.links,
+            self.quarantine,
+            self.queues,
+            self._reqs,
+            self._tombstones,
+            self.ledger,
+            fail=self._fail,
+            retire=self._retire,
+        )
 
     @property
     def running_batch(self) -> Collection[DecodeReq]:
@@ -97,21 +94,17 @@ class DecodeScheduler(Scheduler[DecodeReq]):
     def _advance(self) -> None:
         """Dial, take pages, name them to prefill. Nothing computed before a pause may survive it,
         so under a pause that empties the node no pages are taken."""
-        self._announced.tend(self._now, self._is_needed)
+        self._announced.tend(self._now, self._prefill.is_needed)
         blocked = self.paused is not None and self.paused.empties_node
         for req in self.prealloc_queue.snapshot():
             if self.links.want(req.prefill, req.prefill_address) and not blocked:
                 blocked = not self._preallocate(req)
         arriving = bool(self.transfer_queue or self.aborting_queue)
         self._outbox.expect_writes(arriving or self.quarantine.settling)
-        self._sync_links()
+        self._prefill.sync(self._now)
 
     def _on_peers(self, router: Incarnation, nodes: Sequence[PeerNode] | None) -> None:
         self._announced.announce(router, nodes)
-
-    def _is_needed(self, peer: Incarnation) -> bool:
-        used = any(req.prefill == peer for req in self._reqs.values())
-        return used or bool(self.kv.quarantined_rooms(peer))
 
     def _preallocate(self, req: DecodeReq) -> bool:
         """Name pages to prefill; False if that has to wait, and so do those behind it. One that
@@ -119,7 +112,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         if not self._lora.admit(req):
             return True
         active = (*self.running_queue, *self.waiting_queue, *self.transfer_queue)
-        if not self._forecast.slot_awaits(sum(not self._is_held_up(r) for r in active)):
+        if not self._forecast.slot_awaits(sum(not self._prefill.is_held_up(r) for r in active)):
             return False
         held_and_most = [(len(r.pages), self._pages_needed(r)) for r in active]
         now_and_most = self.kv.pages_for(req.num_tokens), self._pages_needed(req)
@@ -131,140 +124,14 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         self._lora.entered(req)
         req.deadline = self._now + self.settings.transfer_timeout_s
         self._mark(req, "queue")
-        self._send_destination(req)
+        self._prefill.send_destination(req)
         return True
 
-    def _is_held_up(self, req: DecodeReq) -> bool:
-        """Its KV comes only when prefill is no longer paused."""
-        return req in self.transfer_queue and self.links.paused(req.prefill)
-
-    def _send_destination(self, req: DecodeReq) -> None:
-        self.links.send(req.prefill, req.destination(self.settings.weight_version))
-
-    def _sync_links(self) -> None:
-        queues = self.transfer_queue, self.aborting_queue, self.prealloc_queue
-        for peer in self.links.due_for_sync(self._now, self.settings.sync_s):
-            sync = sync_with(peer, *queues, self.kv.quarantined_rooms(peer))
-            if sync is not None:
-                self.links.send(peer, sync)
-
-    # ------------------------------------------------------------ messages from prefill
-
     def _on_peer_event(self, event: FromPeer | PeerClosed | PeerProbed) -> None:
-        match event:
-            case FromPeer(peer, link, body):
-                if self.links.is_current(peer, link):
-                    self._on_peer_message(peer, cast(ToDecode, body))
-                else:
-                    self.counters["stale_messages"] += 1
-            case PeerClosed():
-                self._on_peer_closed(event)
-            case PeerProbed(peer, reach):
-                self.quarantine.on_probed(peer, reach, self._now)
-            case _:
-                assert_never(event)
-
-    def _on_peer_message(self, peer: Incarnation, message: ToDecode) -> None:
-        match message:
-            case PeerWelcome(fingerprint=fingerprint):
-                problem = mismatch(self.settings.fingerprint, fingerprint)
-                if problem is not None:
-                    self._on_peer_lost(peer, problem)
-                else:
-                    self.links.on_welcome(peer)
-                    self.quarantine.on_welcome(peer)
-            case PeerRefused(reason=reason):
-                self._on_peer_lost(peer, reason)
-            case Ping(_, paused):
-                pause_s = self.links.on_ping(peer, paused, self._now)
-                for req in self.transfer_queue:
-                    req.deadline += pause_s if req.prefill == peer else 0.0
-            case RoomUnknown(room):
-                unknown = self._room_of(room, peer)
-                if unknown is not None and unknown in self.transfer_queue:
-                    self._send_destination(unknown)
-            case RoomFinished(room):
-                self._on_room_over(room, peer, None, ())
-            case RoomFailed(room=room, kind=kind, message=why, landed=landed):
-                self._on_room_over(room, peer, (kind, why), landed)
-            case Drained(room=room, landed=landed):
-                given_up = (FailureKind.TRANSFER, "prefill gave the room up")
-                self._on_room_over(room, peer, given_up, landed)
-            case PeerBye():
-                self._on_peer_left(peer)
-            case _:
-                assert_never(message)
-
-    def _room_of(self, room: Room, peer: Incarnation) -> DecodeReq | None:
-        req = self._reqs.get(room)
-        return req if req is not None and req.prefill == peer else None
-
-    def _on_room_over(
-        self,
-        room: Room,
-        peer: Incarnation,
-        failure: tuple[FailureKind, str] | None,
-        landed: Iterable[int],
-    ) -> None:
-        """Prefill's word that it will not touch this room's pages any more."""
-        req = self._room_of(room, peer)
-        if req is None:
-            if self.quarantine.drained(room, peer):
-                self._tombstones.with_landed(room, landed)
-            return
-        if req in self.aborting_queue:
-            self._retire(req, Tombstone(Ending.FAILED, frozenset(landed)))
-        elif req in self.transfer_queue and failure is not None:
-            req.landed.update(landed)
-            req.drained = True
-            self._fail(req, *failure)
-        elif req in self.transfer_queue:
-            self.ledger.ended(req, "finished by its first token")
-            self._retire(req, Tombstone(Ending.DONE, frozenset(req.landed)))
+        self._prefill.on_event(event, self._now)
 
     def _on_peer_lost(self, peer: Incarnation, why: str) -> None:
-        """Hang up. The quarantine of what is set aside has no end before the link is closed."""
-        self.quarantine.ask_now(peer, self._now)
-        if self.links.close(peer):
-            self._give_up_rooms(peer, why)
-
-    def _on_peer_closed(self, event: PeerClosed) -> None:
-        peer = event.peer
-        current = self.links.is_current(peer, event.link)
-        if not self.links.on_closed(peer, event.link):
-            self.counters["stale_messages"] += 1
-            return
-        if current:
-            self._give_up_rooms(peer, event.why)
-        self.quarantine.on_closed(peer, self._now, silent_s=event.silent_s, gone=event.gone)
-
-    def _give_up_rooms(self, peer: Incarnation, why: str) -> None:
-        """Nothing more will be heard on this link: what waits on it fails, pages are set aside."""
-        self.counters["peers_lost"] += 1
-        for req in [req for req in self._reqs.values() if req.prefill == peer]:
-            if req in self.aborting_queue:
-                self._set_aside(req)
-            elif req in self.prealloc_queue or req in self.transfer_queue:
-                self._fail(req, FailureKind.PEER_LOST, why)
-
-    def _on_peer_left(self, peer: Incarnation) -> None:
-        """Prefill's own word that all its writes have ended: nothing has to be set aside."""
-        if not self.links.close(peer):
-            return
-        for room in self.kv.quarantined_rooms(peer):
-            self.quarantine.drained(room, peer)
-        for req in [req for req in self._reqs.values() if req.prefill == peer]:
-            if req in self.prealloc_queue:
-                self._fail(req, FailureKind.PEER_LOST, "prefill has left")
-            elif req in self.aborting_queue:
-                self._retire(req, Tombstone(Ending.FAILED, message="prefill has left"))
-            elif req in self.transfer_queue:
-                req.drained = True
-                req.deadline = min(req.deadline, self._now + LAST_WORDS_S)
-
-    def _set_aside(self, req: DecodeReq) -> None:
-        self.quarantine.set_aside(req, req.prefill, req.prefill_address)
-        self._retire(req, Tombstone(Ending.FAILED, message="prefill went silent"))
+        self._prefill.on_lost(peer, why, self._now)
 
     # ------------------------------------------------------------ what lands
 
@@ -282,7 +149,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         if chunk.target != self.settings.incarnation:
             self.counters["stale_messages"] += 1
             return
-        req = self._room_of(chunk.room, chunk.source)
+        req = self._prefill.room_of(chunk.room, chunk.source)
         if req is not None and req in self.aborting_queue:
             return
         stone = self._tombstones.get(chunk.room)
@@ -373,7 +240,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
 
     def _slot_holders(self) -> Iterable[DecodeReq]:
         """KV is made only for what will find its adapter when it lands."""
-        arriving = (req for req in self.transfer_queue if not self._is_held_up(req))
+        arriving = (req for req in self.transfer_queue if not self._prefill.is_held_up(req))
         return (*self.running_queue, *self.waiting_queue, *arriving)
 
     def _let_go(self, req: DecodeReq, kind: FailureKind, message: str) -> None:
@@ -383,12 +250,12 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             self.aborting_queue.take(req)
             self.links.send(req.prefill, Cancel(req.room))
         else:
-            self._set_aside(req)
+            self._prefill.set_aside(req)
 
     def _expire(self) -> None:
         self.quarantine.tick(self._now)
         for req in self.transfer_queue.snapshot():
-            if req.deadline <= self._now and not self._is_held_up(req):
+            if req.deadline <= self._now and not self._prefill.is_held_up(req):
                 kind = FailureKind.PEER_LOST if req.drained else FailureKind.TRANSFER
                 self._fail(req, kind, "the KV did not arrive in time")
 

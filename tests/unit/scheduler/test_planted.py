@@ -19,6 +19,7 @@ from common.messages import (
 )
 from common.plan import Row
 from common.scheduler import Scheduler
+from decode_node.prefill_side import PrefillSide
 from decode_node.request import DecodeReq
 from decode_node.scheduler import DecodeScheduler
 from prefill_node.request import PrefillReq
@@ -86,10 +87,10 @@ def decode_frees_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_incarnation_accepted(patch: pytest.MonkeyPatch) -> None:
-    def planted(self: DecodeScheduler, room: Room, peer: Incarnation) -> DecodeReq | None:
+    def planted(self: PrefillSide, room: Room, peer: Incarnation) -> DecodeReq | None:
         return self._reqs.get(room)
 
-    patch.setattr(DecodeScheduler, "_room_of", planted)
+    patch.setattr(PrefillSide, "room_of", planted)
 
 
 def attempts_confused(patch: pytest.MonkeyPatch) -> None:
