@@ -167,7 +167,7 @@ class OpenAIApi:
             special = body.add_special_tokens is not False
             ids = await self._codec.encode(body.prompt, add_special_tokens=special)
         else:
-            ids = await self._preparer.chat_ids(
+            ids = await self._preparer.chats.ids(
                 body.messages or [], add_generation_prompt=body.add_generation_prompt is not False
             )
         answer = {

@@ -1,0 +1,97 @@
+"""Chat completions, from a typed body to what is dispatched."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from router.chat_template import ChatTemplateError
+from router.choices import ChoiceSettler, Style, text_options
+from router.errors import invalid
+from router.model_names import ModelNames
+from router.prepared import Prepared
+from router.protocol.knobs import Knobs, check
+from router.protocol.requests import ChatMessage, ChatRequest, refuse_unsupported
+from router.tokens import TextCodec
+
+
+class ChatPreparer:
+    """Checks conversations and renders them with the model's template."""
+
+    def __init__(self, codec: TextCodec, settler: ChoiceSettler, names: ModelNames) -> None:
+        self._codec = codec
+        self._settler = settler
+        self._names = names
+
+    async def prepare(self, request: ChatRequest) -> Prepared:
+        """Check /v1/chat/completions.
+
+        Raises:
+            ApiError: 400, 404 or 503.
+        """
+        adapters = self._names.adapters_of(request.model, request.lora_path, 1)
+        refuse_unsupported(request)
+        if request.top_logprobs is not None and not request.logprobs:
+            raise invalid("top_logprobs needs logprobs", "top_logprobs")
+        max_name = "max_completion_tokens"
+        max_tokens = request.max_completion_tokens
+        if max_tokens is None:
+            max_name, max_tokens = "max_tokens", request.max_tokens
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        knobs = request.knobs(max_tokens=max_tokens, logprobs=logprobs, max_name=max_name)
+        names = {**knobs.names, "logprobs": "top_logprobs"}
+        knobs = Knobs(
+            **{f: getattr(knobs, f) for f in Knobs.__slots__ if f != "names"}, names=names
+        )
+        check(knobs, self._settler.bounds)
+        ids = await self.ids(
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            extra=request.chat_template_kwargs,
+        )
+        options = text_options(
+            knobs, request.include_stop_str_in_output, request.skip_special_tokens
+        )
+        style = Style("messages", None)
+        return Prepared(self._settler.choices([ids], adapters, knobs, options, style), 1)
+
+    async def ids(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        extra: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation.
+
+        Raises:
+            ApiError: 400.
+        """
+        if not messages:
+            raise invalid("messages must not be empty", "messages")
+        plain = [_plain_message(i, message) for i, message in enumerate(messages)]
+        try:
+            text = self._codec.render_chat(
+                plain, add_generation_prompt=add_generation_prompt, extra=extra
+            )
+        except ChatTemplateError as error:
+            raise invalid(str(error), "messages") from None
+        return await self._codec.encode(text, add_special_tokens=False)
+
+
+def _plain_message(index: int, message: ChatMessage) -> dict[str, Any]:
+    """A message as templates expect it: text only."""
+    where = f"messages[{index}]"
+    if not message.role:
+        raise invalid(f"{where}.role must not be empty", f"{where}.role")
+    content = message.content
+    if isinstance(content, list):
+        for part in content:
+            if part.type != "text" or part.text is None:
+                field = f"{where}.content"
+                raise invalid(f"{field}: only text parts are supported", field, "unsupported")
+        content = "\n".join(part.text or "" for part in content)
+    plain: dict[str, Any] = {"role": message.role, "content": content or ""}
+    for field in ("name", "tool_call_id"):
+        value = getattr(message, field)
+        if value is not None:
+            plain[field] = value
+    return plain
