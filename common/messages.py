@@ -333,7 +333,7 @@ class UnloadAdapter(Wire, frozen=True):
 
 
 AdminVerb = Pause | Continue | FlushCache | AbortRequests | Drain | LoadAdapter | UnloadAdapter
-ToNode = Welcome | Refused | Generate | Abort | PeerGone | Peers | Ping | Admin
+ToNode = Welcome | Refused | Generate | Abort | PeerGone | Peers | ListCache | Ping | Admin
 
 
 # ---------------------------------------------------------------- node -> router

@@ -2,6 +2,7 @@
 
 from common.messages import Incarnation, ToDecode, TokenOutput, Tokens, ToPrefill, ToRouter
 from common.plan import (
+    CacheChanged,
     DialPeer,
     ExpectWrites,
     HangUp,
@@ -44,6 +45,9 @@ class Outbox:
 
     def probe(self, peer: Incarnation, address: str) -> None:
         self._messages.append(ProbePeer(peer, address))
+
+    def cache_changed(self, change: CacheChanged) -> None:
+        self._messages.append(change)
 
     def transfer(self, command: TransferCommand) -> None:
         self._transfers.append(command)

@@ -290,7 +290,7 @@ class CacheChanged:
     """It forgot everything, before the other two."""
 
 
-Outgoing = ToRouterMsg | ToPeerMsg | DialPeer | HangUp | ProbePeer
+Outgoing = ToRouterMsg | ToPeerMsg | DialPeer | HangUp | ProbePeer | CacheChanged
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from common.node_io.peer_side import PeerSide, Wiring
 from common.node_io.router_links import RouterLinks
 from common.node_io.settings import IOSettings, NodeIdentity, Registration
 from common.node_io.snapshot import Snapshot
-from common.plan import DialPeer, HangUp, Outgoing, ProbePeer, ToPeerMsg, ToRouterMsg
+from common.plan import CacheChanged, DialPeer, HangUp, Outgoing, ProbePeer, ToPeerMsg, ToRouterMsg
 from common.tally import Tally
 
 log = logging.getLogger(__name__)
@@ -133,6 +133,8 @@ class IOLoop:
                 self._peers.hang_up(peer, link)
             case ProbePeer(peer, address):
                 self._peers.probe(peer, address)
+            case CacheChanged():
+                self._routers.on_cache_changed(message)
             case AdminDone():
                 self._desk.done(message)
             case _:

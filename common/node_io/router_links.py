@@ -22,6 +22,7 @@ from common.messages import (
     Heartbeat,
     Hello,
     Incarnation,
+    ListCache,
     NodeAdapters,
     PeerGone,
     Peers,
@@ -35,10 +36,12 @@ from common.messages import (
 )
 from common.node_io.addresses import Endpoint, expand
 from common.node_io.admin import AdminDesk
+from common.node_io.cache_news import CacheNews
 from common.node_io.peer_side import Wiring
 from common.node_io.router_link import RouterLink
 from common.node_io.snapshot import Snapshot
 from common.node_io.sockets import FLUSH_MS, MessageSocket, routing_id
+from common.plan import CacheChanged
 from common.zmq_reading import Frames
 
 log = logging.getLogger(__name__)
@@ -77,6 +80,7 @@ class RouterLinks:
         self._endpoints = tuple(Endpoint.parse(url) for url in wiring.settings.routers)
         self._desk = desk
         self._snapshot = snapshot
+        self._cache = CacheNews(self.send)
         self._hello: Hello | None = None
         self._connections: dict[Endpoint, RouterConnection] = {}
         self._linked: dict[Incarnation, RouterConnection] = {}
@@ -115,6 +119,10 @@ class RouterLinks:
         if not self._post(connection, router, connection.link.number(), body):
             self._tally.add("dropped_router_messages", type(body).__name__)
 
+    def on_cache_changed(self, change: CacheChanged) -> None:
+        """All routers hear of it, a little later."""
+        self._cache.on_change(change)
+
     def tick(self) -> None:
         """Once every heartbeat: judge silence, greet who is not linked, beat to who is."""
         now = time.monotonic()
@@ -135,6 +143,7 @@ class RouterLinks:
             self.send(router, Goodbye())
 
     def close(self, goodbye: bool) -> None:
+        self._cache.close()
         for connection in self._connections.values():
             if connection.socket is not None:
                 connection.socket.close(FLUSH_MS if goodbye else 0)
@@ -253,6 +262,8 @@ class RouterLinks:
                 self._inbox.put(FromRouter(router, body))
             case Admin(id=admin_id, verb=verb):
                 self._desk.ask(verb, functools.partial(self._answer, router, admin_id))
+            case ListCache():
+                self._cache.on_asked(router)
             case Ping() | Refused():
                 pass  # the link has noted it
             case _:
@@ -265,6 +276,7 @@ class RouterLinks:
             self._linked[router] = connection
             connection.told = None
             self._beat(router)
+            self._cache.on_linked(router)
             return
         log.warning("%s and %s are one router", first.endpoint, connection.endpoint)
         connection.link.park(router)
@@ -284,6 +296,7 @@ class RouterLinks:
         linked = self._linked.get(router)
         if linked is not None and linked.link.router != router:
             del self._linked[router]
+            self._cache.on_lost(router)
             for connection in self._connections.values():
                 if connection.link.parked_for == router:
                     connection.link.connected()

@@ -24,6 +24,7 @@ from common.messages import (
 )
 from common.plan import (
     AddPeer,
+    CacheChanged,
     ExpectWrites,
     Notified,
     Outgoing,
@@ -273,7 +274,7 @@ class World:
     def _send(self, name: Incarnation, message: Outgoing) -> None:
         if isinstance(message, ToRouterMsg):
             self.router.receive(name, message.body)
-        else:
+        elif not isinstance(message, CacheChanged):
             self.network.carry_out(name, message)
 
     # ------------------------------------------------------------ the transfer backend
