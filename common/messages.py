@@ -91,6 +91,8 @@ class TokenLogprob(Value, frozen=True):
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
+    """1 for the most probable of all; told of prompt tokens."""
 
 
 class Adapter(Value, frozen=True):

@@ -45,6 +45,9 @@ class Req:
     """The runner knows its slot."""
     num_computed: int = 0
     """Positions of its prompt whose KV is in `pages`, while this node computes them."""
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """Of prompt tokens 1, 2, ... as they are computed; None where they were not asked for, or have
+    left with the first token."""
     queue: Any = None
     """The `ReqQueue` that holds it; None before the first."""
     stages: dict[str, float] = field(default_factory=dict)
@@ -75,6 +78,7 @@ class Req:
             "added": now,
             "priority": generate.priority,
             "adapter": generate.adapter,
+            "prompt_logprobs": None if generate.sampling.prompt_logprobs is None else [],
         }
 
     @property
@@ -147,6 +151,14 @@ class Req:
             sample_index=len(self.output_ids) if end == self.num_tokens else None,
             init=init,
             lora_slot=lora_slot,
+            prompt_logprobs=self.sampling.prompt_logprobs,
+            next_ids=self._next_prompt_ids(end),
+        )
+
+    def _next_prompt_ids(self, end: int) -> list[int]:
+        """What the positions up to `end` are to be asked about: the prompt's token behind each."""
+        return (
+            [] if self.prompt_logprobs is None else self.prompt_ids[self.num_computed + 1 : end + 1]
         )
 
     def stop_reason(self) -> StopReason | None:
@@ -159,10 +171,12 @@ class Req:
 
     def newest_output(self, logprob: TokenLogprob | None, *, repeat: bool) -> TokenOutput:
         """The newest token for the router. `repeat`: it was sent before, by the other node."""
+        scores, self.prompt_logprobs = self.prompt_logprobs, None
         return TokenOutput(
             room=self.room,
             index=len(self.output_ids) - 1,
             token_ids=[self.output_ids[-1]],
             logprobs=None if logprob is None else [logprob],
             finish=None if repeat else self.stop_reason(),
+            prompt_logprobs=scores,
         )

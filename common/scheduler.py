@@ -283,6 +283,9 @@ class Scheduler(Role[R]):
         """Take in what the runner computed for the last plan's batch."""
         self._now = now
         step, self._in_step = self._in_step, ()
+        for (req, _), scores in zip(step, result.prompt_logprobs, strict=False):
+            if req.prompt_logprobs is not None:
+                req.prompt_logprobs += scores
         for (req, row), sample in zip(step, result.samples, strict=True):
             self._on_computed(req, row, sample)
 

@@ -171,7 +171,7 @@ class Layer:
 
 
 class Decoder:
-    """Tokens to logits. Not thread-safe (its layers share scratch memory)."""
+    """Tokens to hidden states, those to logits. Not thread-safe: layers share scratch memory."""
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, rope: RopeFrequencies, linears: LinearFactory
@@ -199,14 +199,12 @@ class Decoder:
         rotation: tuple[Tensor, Tensor],
         attention: AttentionBackend[Metadata],
         metadata: Metadata,
-        logit_rows: Tensor | None,
         lora: LoraBatch | None = None,
     ) -> Tensor:
-        """One pass over `token_ids` [tokens]; gives [rows, vocab_size] logits.
+        """One pass over `token_ids` [tokens]; gives the last layer's [tokens, hidden_size].
 
-        `rotation` are (cos, sin) of each token's position. `logit_rows` [rows] int64 picks the
-        tokens whose logits are wanted; None wants all. `lora` says what adapters change; without it
-        this is the base model.
+        `rotation` are (cos, sin) of each token's position. `lora` says what adapters change;
+        without it this is the base model.
         """
         hidden = self._embedding.index_select(0, token_ids)
         cos, sin = rotation
@@ -214,8 +212,10 @@ class Decoder:
             query, kv = layer.project(hidden, cos, sin, lora)
             attended = attention.forward(number, query, kv, metadata)
             hidden = layer.finish(hidden, attended, lora)
-        if logit_rows is not None:
-            hidden = hidden.index_select(0, logit_rows)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocab_size] of some rows of what `forward` gave."""
         return self._head(functional.rms_norm(hidden, self._norm.shape, self._norm, self._eps))
 
     @property

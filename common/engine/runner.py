@@ -1,7 +1,8 @@
 """Runs batches: owns page tables and sampling state by slot, never sees a request.
 
 A step: reset slots that have new owners, append their new pages, plan attention once, one forward
-pass over all rows (chunks and single tokens alike), draw where a row asks for it.
+pass over all rows (chunks and single tokens alike), draw where a row asks for it, and score the
+prompt where one does.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from common.engine.attention.torch_backend import TorchAttention
 from common.engine.loader import LoadedModel
 from common.engine.lora.apply import LoraBatch, LoraRows, plan_lora
 from common.engine.lora.pool import LoraPool
+from common.engine.prompt_logprobs import prompt_logprobs
 from common.engine.sampler import Draw, Sampler
 from common.kv_cache.storage import PagedKVCache
 from common.messages import SamplingParams
@@ -67,20 +69,21 @@ class ModelRunner:
         assert max(token_ids) < self._vocab_size, "token id outside the vocabulary"
         plan = self._describe(rows, len(token_ids))
         drawing = [number for number, row in enumerate(rows) if row.sample_index is not None]
-        logits = self._model.forward(
+        hidden = self._model.forward(
             self._tensor(token_ids),
             self._rope.at(plan.positions),
             self._attention,
             self._attention.plan(plan),
-            self._last_tokens(rows, drawing, len(token_ids)),
             self._plan_lora(rows),
         )
         samples: list[Sample | None] = [None] * len(rows)
         draws = [Draw(row.slot, row.sample_index) for row in rows if row.sample_index is not None]
         if draws:
+            logits = self._model.logits(self._last_tokens(hidden, rows, drawing))
             for number, sample in zip(drawing, self._sampler.sample(logits, draws), strict=True):
                 samples[number] = sample
-        return BatchResult(tuple(samples))
+        scores = prompt_logprobs(rows, hidden, self._model.logits)
+        return BatchResult(tuple(samples), scores)
 
     def warm_up(self) -> None:
         """Run a small chunk and a decode step, so that the first request finds everything ready.
@@ -158,18 +161,16 @@ class ModelRunner:
         assert self._lora is not None, "a row with an adapter, and no pool of them"
         return plan_lora(self._lora, adapted)
 
-    def _last_tokens(
-        self, rows: Sequence[Row], drawing: Sequence[int], num_tokens: int
-    ) -> Tensor | None:
-        """Which tokens need logits; None when every token does."""
-        if len(drawing) == num_tokens:
-            return None
+    def _last_tokens(self, hidden: Tensor, rows: Sequence[Row], drawing: Sequence[int]) -> Tensor:
+        """Of `hidden` [tokens, hidden_size] the last token of each row that draws."""
+        if len(drawing) == hidden.shape[0]:
+            return hidden
         ends = []
         end = 0
         for row in rows:
             end += len(row.token_ids)
             ends.append(end)
-        return self._tensor([ends[number] - 1 for number in drawing])
+        return hidden.index_select(0, self._tensor([ends[number] - 1 for number in drawing]))
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

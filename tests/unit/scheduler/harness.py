@@ -16,6 +16,7 @@ from common.messages import (
     PeerMemory,
     PeerWelcome,
     SamplingParams,
+    TokenLogprob,
     UnloadAdapter,
     encode,
 )
@@ -88,7 +89,7 @@ class Driven:
         self.scheduler.on_transfer(event, self.now)
 
     def step(self, token: int = 5) -> StepPlan:
-        """One turn; every sampling row draws `token`."""
+        """One turn; each sampling row draws `token`, a prompt token's logprob is minus its id."""
         plan = self.scheduler.schedule(self.now)
         self.transfers += plan.transfers
         self.commands += plan.adapters
@@ -97,7 +98,9 @@ class Driven:
         self.to_peer += [m.body for m in plan.messages if isinstance(m, ToPeerMsg)]
         if plan.batch is not None:
             drawn = [None if r.sample_index is None else Sample(token) for r in plan.batch.rows]
-            self.scheduler.process_batch_result(BatchResult(tuple(drawn)), self.now)
+            scores = [tuple(TokenLogprob(-i) for i in r.next_ids) for r in plan.batch.rows]
+            result = BatchResult(tuple(drawn), tuple(scores))
+            self.scheduler.process_batch_result(result, self.now)
         self.scheduler.check_invariants()
         return plan
 

@@ -17,6 +17,7 @@ from common.messages import (
     RoomFailed,
     RoomFinished,
     RoomUnknown,
+    SamplingParams,
     Sync,
     Tokens,
     ToPrefill,
@@ -27,6 +28,7 @@ from common.plan import (
     PeerAdded,
     RemovePeer,
     RenewLease,
+    Row,
     ToPeerMsg,
     Write,
     WriteDone,
@@ -287,3 +289,35 @@ def test_what_an_older_link_says_counts_for_nothing() -> None:
     assert [write.room for write in node.sent(Write)] == [1]
     assert node.said(RenewLease) == node.said(Drained) == []
     assert node.scheduler.counters["stale_messages"] == 4
+
+
+def test_prompt_logprobs_of_all_chunks_leave_once_with_the_first_token() -> None:
+    node = prefill()  # chunks of 6
+    sampling = SamplingParams(max_tokens=8, seed=1, prompt_logprobs=2)
+    node.router(generate(1, prompt=15, sampling=sampling))
+    node.router(generate(2, prompt=1, sampling=sampling))
+    node.router(generate(3, prompt=2))
+    for room, pages in ((1, 4), (2, 1), (3, 1)):
+        node.peer(destination(room, pages=pages), "d")
+    rows: list[Row] = []
+    for _ in range(5):
+        batch = node.step().batch
+        rows += [] if batch is None else batch.rows
+    asked = [(row.prompt_logprobs, list(row.next_ids)) for row in rows]
+    assert asked[:3] == [(2, [*range(1, 7)]), (2, [*range(7, 13)]), (2, [13, 14])]
+    assert sorted(asked[3:], key=str) == [(2, []), (None, [])]
+    outputs = {out.room: out for tokens in node.said(Tokens) for out in tokens.outputs}
+    assert [score.logprob for score in outputs[1].prompt_logprobs] == [-i for i in range(1, 15)]
+    assert outputs[2].prompt_logprobs == [], "the first token has none, and that is the answer"
+    assert outputs[3].prompt_logprobs is None
+
+
+def test_known_outputs_are_no_part_of_the_prompt() -> None:
+    node = prefill()
+    sampling = SamplingParams(max_tokens=8, seed=1, prompt_logprobs=0)
+    node.router(generate(1, prompt=4, output_ids=[50, 51, 52], sampling=sampling))
+    node.peer(destination(1, pages=2), "d")
+    for _ in range(3):
+        node.step()
+    (output,) = (out for tokens in node.said(Tokens) for out in tokens.outputs)
+    assert [score.logprob for score in output.prompt_logprobs] == [-1, -2, -3]
