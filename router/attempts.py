@@ -1,5 +1,6 @@
 """The attempts under way, how one begins on two nodes, what its tokens add to the output. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -81,9 +82,29 @@ def generate_pair(
         adapter=job.adapter,
     )
     for_decode = msgspec.structs.replace(
-        for_prefill, prefill_address=prefill_address, prefill_incarnation=attempt.prefill
+        for_prefill,
+        sampling=msgspec.structs.replace(job.sampling, prompt_logprobs=None),
+        prefill_address=prefill_address,
+        prefill_incarnation=attempt.prefill,
     )
     return for_prefill, for_decode
+
+
+def in_turn(
+    job: Job, attempt: Attempt, node: Incarnation, output: TokenOutput
+) -> Sequence[tuple[Incarnation, TokenOutput]]:
+    """What can be taken in, now that this node has said this.
+
+    The two nodes' links are not ordered between them, and only who computes the prompt can tell its
+    logprobs: until prefill has, what decode says is held, and the attempt depends on both.
+    """
+    if job.sampling.prompt_logprobs is None:
+        return ((node, output),)
+    if node != (attempt.prefill or attempt.decode):
+        attempt.held.append((node, output))
+        return ()
+    held, attempt.held = attempt.held, []
+    return ((node, output), *held)
 
 
 def news_of(job: Job, attempt: Attempt, output: TokenOutput) -> NewTokens | Gap | None:
@@ -100,10 +121,13 @@ def news_of(job: Job, attempt: Attempt, output: TokenOutput) -> NewTokens | Gap 
     finishes_early = output.finish is not None and end < have
     if output.index > have or output.index < attempt.base or finishes_early:
         return Gap()
+    scores = output.prompt_logprobs
+    if job.sampling.prompt_logprobs is not None and len(scores or ()) != len(job.prompt_ids) - 1:
+        return Gap()
     skip = have - output.index
     stop = skip + job.sampling.max_tokens - have
     token_ids = tuple(output.token_ids[skip:stop])
     if not token_ids and output.finish is None:
         return None
     logprobs = None if output.logprobs is None else tuple(output.logprobs[skip:stop])
-    return NewTokens(token_ids, logprobs, output.finish)
+    return NewTokens(token_ids, logprobs, output.finish, None if scores is None else tuple(scores))

@@ -14,6 +14,7 @@ in a new room, with the tokens emitted so far. `_replay` alone decides whether, 
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from random import Random
 
 from common.messages import (
@@ -29,7 +30,7 @@ from common.messages import (
 from common.modes import PauseMode
 from router.adapters import AdapterCatalogue
 from router.admission import Backlog, Demand
-from router.attempts import AttemptTable, Gap, generate_pair, news_of, outlived
+from router.attempts import AttemptTable, Gap, generate_pair, in_turn, news_of, outlived
 from router.effects import Effects, Send
 from router.errors import ApiError, invalid, timed_out
 from router.intake import Intake
@@ -186,6 +187,14 @@ class Dispatcher:
         if found is None:
             return
         job, attempt = found
+        for speaker, said in in_turn(job, attempt, node, output):
+            if job.attempt is attempt:
+                self._take_in(speaker, said, job, attempt, now)
+        self._serve(now)
+
+    def _take_in(
+        self, node: Incarnation, output: TokenOutput, job: Job, attempt: Attempt, now: float
+    ) -> None:
         if node == attempt.decode:
             attempt.decode_spoke = True
         elif attempt.decode_spoke:
@@ -204,19 +213,18 @@ class Dispatcher:
                 self._replay(job, ReplayCause.GAP, {node}, now, "tokens were lost")
             case NewTokens():
                 self._accept(job, attempt, news, output.finish is not None, now)
-        self._serve(now)
 
     def _accept(
         self, job: Job, attempt: Attempt, news: NewTokens, node_is_done: bool, now: float
     ) -> None:
-        job.output_ids.extend(news.token_ids)
+        job.note_tokens(news)
         self._load.grew(attempt.room, job)
         if not attempt.first_token:
             attempt.first_token = True
             self.intake.admission.note_prefilled(self._load.computed(attempt.room), now)
             self._freed = True
         finish = news.finish or job.complete()
-        self._effects.tell_tokens(job, NewTokens(news.token_ids, news.logprobs, finish), now)
+        self._effects.tell_tokens(job, replace(news, finish=finish), now)
         if finish is None:
             return
         if not node_is_done:

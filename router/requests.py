@@ -20,7 +20,17 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from typing import Protocol
 
-from common.messages import Adapter, Incarnation, Room, SamplingParams, StopReason, TokenLogprob
+import msgspec
+
+from common.messages import (
+    Adapter,
+    Incarnation,
+    Room,
+    SamplingParams,
+    StopReason,
+    TokenLogprob,
+    TokenOutput,
+)
 from router.errors import ApiError
 
 HEADROOM_TOKENS = 128
@@ -109,6 +119,8 @@ class NewTokens:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish: StopReason | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """Of prompt tokens 1, 2, ..., where they were asked for: once, with the first tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +159,8 @@ class Attempt:
     decode_spoke: bool = False
     """From here on the prefill node's fate does not matter."""
     first_token: bool = False
+    held: list[tuple[Incarnation, TokenOutput]] = field(default_factory=list)
+    """What was said before the prompt's logprobs came, in order."""
 
     def other(self, incarnation: Incarnation) -> Incarnation:
         return self.decode if incarnation == self.prefill else self.prefill
@@ -182,6 +196,7 @@ class Job:
     """Order of acceptance."""
     prompt_ids: list[int]
     sampling: SamplingParams
+    """For the next attempt: the wish for the prompt's logprobs is gone once they are here."""
     listener: Listener
     deadline: float
     times: Timeline
@@ -210,6 +225,12 @@ class Job:
         if state not in EDGES[self.state]:
             raise IllegalTransition(f"{self.rid}: {self.state} -> {state}")
         self.state = state
+
+    def note_tokens(self, news: NewTokens) -> None:
+        """What the listener is about to be told is not asked for again."""
+        self.output_ids.extend(news.token_ids)
+        if news.prompt_logprobs is not None:
+            self.sampling = msgspec.structs.replace(self.sampling, prompt_logprobs=None)
 
     def note_cached(self, cached_tokens: int) -> None:
         """What the first prefill did not compute is what the client is told."""

@@ -224,6 +224,7 @@ class Desk:
         finish: StopReason | None = None,
         logprobs: list[TokenLogprob] | None = None,
         cached_tokens: int = 0,
+        prompt_logprobs: list[TokenLogprob] | None = None,
     ) -> None:
         output = TokenOutput(
             room=room,
@@ -232,6 +233,7 @@ class Desk:
             finish=finish,
             logprobs=logprobs,
             cached_tokens=cached_tokens,
+            prompt_logprobs=prompt_logprobs,
         )
         self.dispatcher.on_tokens(node, output, self.now)
         self.settle()
