@@ -17,6 +17,7 @@ from router.access import Access, demand_keys
 from router.adapter_verbs import AdapterLimits
 from router.adapters import AdapterCatalogue
 from router.admission import AdmissionLimits
+from router.cache_index import CacheIndex
 from router.config import RouterConfig, parse_adapters
 from router.dispatcher import Dispatcher
 from router.errors import unavailable
@@ -115,6 +116,7 @@ def _service(
         choose_decode=make_choice(config.decode_policy, random),
         random=random,
         adapters=adapters,
+        cache=CacheIndex(config.max_index_pages),
     )
     return RouterService(
         registry,

@@ -5,8 +5,8 @@
 
 A prompt is matched by walking its keys and keeping the mask of those nodes that have had every page
 so far: the cost goes with pages, not with nodes. A node that is lost, or whose word is not to be
-believed any more, loses its bit at once; what it leaves behind is swept out bit by bit, and only then
-is the bit given to another.
+believed any more, loses its bit at once; what it leaves behind is swept out bit by bit, and only
+then is the bit given to another.
 
 Updates are numbered. A jump means that one was lost: the node is forgotten and asked to say all
 again. So is one that says what cannot be (more pages than it has, an eviction of what it never

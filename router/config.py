@@ -13,6 +13,7 @@ from common.config import DEFAULT_MODEL
 PolicyName = Literal["random", "round_robin", "least_loaded"]
 
 _POSITIVE = (
+    "max_index_pages",
     "max_requests",
     "max_queue_s",
     "max_queued_tokens",
@@ -62,6 +63,8 @@ class RouterConfig:
     """How a prefill node is chosen."""
     decode_policy: PolicyName = "least_loaded"
     """How a decode node is chosen."""
+    max_index_pages: int = 2_000_000
+    """Cached pages of all nodes that the router remembers, about 100 bytes each; the oldest go."""
     max_requests: int = 4096
     """Unfinished choices held at once; more are answered 429."""
     max_queue_s: float = 10.0

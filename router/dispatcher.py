@@ -31,6 +31,7 @@ from common.modes import PauseMode
 from router.adapters import AdapterCatalogue
 from router.admission import Backlog, Demand
 from router.attempts import AttemptTable, Gap, generate_pair, in_turn, news_of, outlived
+from router.cache_index import CacheIndex
 from router.effects import Effects, Send
 from router.errors import ApiError, invalid, timed_out
 from router.intake import Intake
@@ -68,11 +69,14 @@ class Dispatcher:
         choose_decode: Choose,
         random: Random,
         adapters: AdapterCatalogue | None = None,
+        cache: CacheIndex | None = None,
     ) -> None:
-        """`adapters`: those that jobs may wait for; none if not given."""
+        """`adapters`: those that jobs may wait for; none if not given. `cache`: what nodes have
+        cached, which somebody else keeps up to date."""
         self._registry = registry
         self._limits = limits
         self._random = random
+        self.cache = cache if cache is not None else CacheIndex(max_pages=0)
         self.intake = Intake(
             registry, limits.admission, choose_prefill=choose_prefill, choose_decode=choose_decode
         )

@@ -14,6 +14,7 @@ from common.messages import (
     Aborted,
     AdminReply,
     AdminVerb,
+    CacheUpdate,
     Failed,
     FromNode,
     Goodbye,
@@ -36,6 +37,7 @@ from router.adapters import AdapterCatalogue
 from router.admin import AdminDesk, NodeAnswer
 from router.admission import Demand
 from router.arrivals import Arrival, Arrivals
+from router.cache_watch import CacheWatch
 from router.dispatcher import Dispatcher
 from router.effects import Send
 from router.errors import ApiError, no_adapter, unavailable
@@ -47,10 +49,10 @@ from router.prepared import ChoiceSpec
 from router.protocol.terms import Terms
 from router.request_log import log_end
 from router.requests import Job, Listener, NewTokens
+from router.timer import Timer
 
 log = logging.getLogger("router")
 
-TICK_S = 0.1
 ON_DEMAND = "aborted on demand"
 
 
@@ -83,10 +85,16 @@ class RouterService:
             adapters, registry, dispatcher.jobs, self._desk, adapter_limits, self.dispatch
         )
         self._link = NodeLink(self._on_message, self._tally, keys)
-        self._heartbeat_s = heartbeat_s
         self._admin_timeout_s = admin_timeout_s
         self._clock = clock
-        self._timer: asyncio.Task[None] | None = None
+        self._cache = CacheWatch(dispatcher.cache, self._send_all)
+        self._timer = Timer(
+            tick=self._tick,
+            beat=self._ping,
+            stood_still=registry.forgive_silence,
+            beat_s=heartbeat_s,
+            clock=clock,
+        )
         self._closing: ApiError | None = None
         self._emptied = asyncio.Event()
         self.asked_to_end = asked_to_end
@@ -97,37 +105,20 @@ class RouterService:
     def start(self, host: str, port: int) -> int:
         """Listen for nodes; returns the port. Raises OSError, NoCurve."""
         port = self._link.open(host, port)
-        self._timer = asyncio.get_running_loop().create_task(self._tick_forever())
+        self._timer.start()
         return port
 
     async def stop(self) -> None:
         """Close the link. Jobs must have been ended before."""
-        if self._timer is not None:
-            self._timer.cancel()
-            await asyncio.gather(self._timer, return_exceptions=True)
+        await self._timer.stop()
+        self._cache.close()
         self._link.close()
-
-    async def _tick_forever(self) -> None:
-        ping_at = last = self._clock()
-        while True:
-            await asyncio.sleep(TICK_S)
-            now = self._clock()
-            late_s = now - last - TICK_S
-            if late_s > TICK_S:  # we were stopped or busy, not the nodes
-                self.registry.forgive_silence(late_s)
-            last = now
-            try:
-                self._tick(now)
-                if now >= ping_at:
-                    ping_at = now + self._heartbeat_s
-                    self._ping(now)
-            except Exception:
-                log.exception("the timer's work failed")
 
     def _tick(self, now: float) -> None:
         for node in self.registry.expire(now):
             log.warning("gave up %s (%s): silent", node.hello.name, node.incarnation)
             self._lose(node.incarnation, Loss.SILENT, now)
+        self._cache.tick(now)
         self.dispatcher.tick(now)
         self._settle(now)
 
@@ -320,6 +311,7 @@ class RouterService:
                 self._desk.on_reply(source, body)
             case Hello():
                 self._log_join(source, body)
+                self._cache.on_hello(source, body)
                 self._announce(now)
                 self.dispatcher.dispatch(now)
             case Heartbeat():
@@ -329,6 +321,8 @@ class RouterService:
                 assert node is not None
                 self.adapter_verbs.on_list(node, adapters)
                 self.dispatcher.dispatch(now)
+            case CacheUpdate():
+                self._cache.on_update(source, body, now)
             case Goodbye():
                 pass  # the registry has made a loss of it
 
@@ -346,6 +340,7 @@ class RouterService:
         self.dispatcher.on_node_loss(node, loss, now)
         if loss is not Loss.GAP:
             self.adapters.on_loss(node)
+            self._cache.on_loss(node)
             self._desk.on_node_loss(node)
         if self.registry.get(node) is None:
             for other in self.registry.all() if loss is not Loss.LEFT else ():
