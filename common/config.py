@@ -142,3 +142,11 @@ class DecodeConfig(NodeConfig):
 
     reserve_pages: int = 8
     """Pages kept free at admission for each active request, so that retraction stays rare."""
+    local_chunk_size: int = 64
+    """Prompt tokens that this node computes itself in a step beside its running batch; where
+    nobody runs a step takes chunk_size."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.local_chunk_size <= 0:
+            raise ValueError(f"local_chunk_size must be positive, not {self.local_chunk_size}")

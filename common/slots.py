@@ -17,6 +17,10 @@ class Slots:
         self._free = list(range(count - 1, -1, -1))
 
     @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
     def any_free(self) -> bool:
         return bool(self._free)
 

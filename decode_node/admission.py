@@ -41,7 +41,7 @@ def choose_victim(queues: Mapping[State, ReqQueue[DecodeReq]]) -> DecodeReq | No
     One whose pages are still being written gives nothing back at once, so such a one is asked only
     when nobody else is left, and one at a time.
     """
-    running, waiting = queues[State.RUNNING], queues[State.WAITING]
-    if len(running) + len(waiting) > 1:
-        return max(filter(None, (running.last, waiting.last)), key=lambda req: req.rank)
+    holders = [queues[s] for s in (State.RUNNING, State.WAITING, State.PREFILLING)]
+    if sum(map(len, holders)) > 1:
+        return max(filter(None, (queue.last for queue in holders)), key=lambda req: req.rank)
     return None if len(queues[State.ABORTING]) else queues[State.TRANSFER].last

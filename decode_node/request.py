@@ -11,6 +11,7 @@ from common.request import Req
 @dataclass(eq=False, slots=True, kw_only=True)
 class DecodeReq(Req):
     prefill: Incarnation
+    """Empty: this node computes the prompt itself."""
     prefill_address: str
     deadline: float = float("inf")
     """When the transfer is given up."""
@@ -27,6 +28,11 @@ class DecodeReq(Req):
             "prefill": generate.prefill_incarnation,
             "prefill_address": generate.prefill_address,
         }
+
+    @property
+    def is_local(self) -> bool:
+        """No prefill node takes part."""
+        return not self.prefill
 
     def destination(self, weight_version: str) -> Destination:
         """Where prefill shall write its KV, and what decode goes on with."""

@@ -2,7 +2,8 @@
 
     Generate ─▶ prealloc ─(link, pages)─▶ transfer ─(all chunks)─▶ waiting ─(slot)─▶ running ─▶ end
                    │                         │  └─▶ aborting ─▶ end   │                │
-                   └────── end ◀─────────────┴────────────────────────┴── retracted ◀──┘
+                   ├────── end ◀─────────────┴────────────────────────┴── retracted ◀──┤
+                   └─(no prefill node: pages, slot)─▶ prefilling ─(computed here)──────┘
 
 * Pages are taken with a reserve for what already runs, and only for a request that will find a slot
   when its KV lands; `Destination` then names them to prefill.
@@ -12,6 +13,7 @@
 * Retraction is per request: `_retract(req)`. There is no retraction of a batch, so an empty batch
   has nothing that could be retracted. Under memory pressure the last in rank (the least urgent,
   the youngest of those) goes first, never the first of all.
+* A request that names no prefill node is computed here, beside the running batch: `local_prefill`.
 * The first token is repeated to the router as soon as everything has landed: from then on
   prefill's death does not matter.
 """
@@ -38,6 +40,7 @@ from common.tombstones import Ending, Tombstone
 from decode_node.admission import choose_victim, has_room
 from decode_node.announced import AnnouncedPeers
 from decode_node.forecast import SlotForecast
+from decode_node.local_prefill import LocalPrefill
 from decode_node.notification import read_notification
 from decode_node.peers import PrefillLinks
 from decode_node.prefill_side import PrefillSide
@@ -51,11 +54,14 @@ class DecodeScheduler(Scheduler[DecodeReq]):
     _WITHOUT_PAGES = (State.PREALLOC,)
     _NOT_COMPUTED = (State.PREALLOC, State.TRANSFER, State.WAITING)
 
-    def __init__(self, settings: SchedulerSettings, reserve_pages: int = 8) -> None:
+    def __init__(
+        self, settings: SchedulerSettings, reserve_pages: int = 8, local_chunk_size: int = 64
+    ) -> None:
         super().__init__(settings, DECODE_EDGES)
         self.prealloc_queue = self.queues[State.PREALLOC]
         self.transfer_queue = self.queues[State.TRANSFER]
         self.waiting_queue = self.queues[State.WAITING]
+        self.prefilling = self.queues[State.PREFILLING]
         self.running_queue = self.queues[State.RUNNING]
         self.aborting_queue = self.queues[State.ABORTING]
         self.links = PrefillLinks(self._outbox)
@@ -63,6 +69,9 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         self.quarantine = Quarantine(self.kv, self.links, self._outbox, self.counters, settings)
         self._reserve_pages = reserve_pages
         self._forecast = SlotForecast(settings.max_running_requests)
+        self._local = LocalPrefill(
+            self.prefilling, beside=local_chunk_size, alone=settings.chunk_size
+        )
         self._prefill = PrefillSide(
             settings,
             self.kv,
@@ -97,7 +106,8 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         self._announced.tend(self._now, self._prefill.is_needed)
         blocked = self.paused is not None and self.paused.empties_node
         for req in self.prealloc_queue.snapshot():
-            if self.links.want(req.prefill, req.prefill_address) and not blocked:
+            reachable = req.is_local or self.links.want(req.prefill, req.prefill_address)
+            if reachable and not blocked:
                 blocked = not self._preallocate(req)
         arriving = bool(self.transfer_queue or self.aborting_queue)
         self._outbox.expect_writes(arriving or self.quarantine.settling)
@@ -107,19 +117,27 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         self._announced.announce(router, nodes)
 
     def _preallocate(self, req: DecodeReq) -> bool:
-        """Name pages to prefill; False if that has to wait, and so do those behind it. One that
-        waits for its adapter is passed over."""
-        if not self._lora.admit(req):
+        """Take its pages and name them to prefill, or compute them here; False if that has to
+        wait, and so do those behind it. One that waits for its adapter is passed over."""
+        if not self._lora.admit(req) or (req.is_local and not self._lora.ready(req)):
             return True
-        active = (*self.running_queue, *self.waiting_queue, *self.transfer_queue)
+        active = tuple(self._retractable())
         if not self._forecast.slot_awaits(sum(not self._prefill.is_held_up(r) for r in active)):
             return False
+        if req.is_local and self._slots.num_free <= len(self.waiting_queue):
+            return False  # the free slots are theirs whose KV is here already
         held_and_most = [(len(r.pages), self._pages_needed(r)) for r in active]
         now_and_most = self.kv.pages_for(req.num_tokens), self._pages_needed(req)
         if not has_room(*now_and_most, held_and_most, self.kv.num_free, self._reserve_pages):
             return False
         pages = self.kv.grow(req, req.num_tokens)
         assert pages is not None
+        if req.is_local:
+            self._slots.give(req)
+            self.prefilling.take(req)
+            self._lora.starts(req)
+            self._mark(req, "queue")
+            return True
         self.transfer_queue.take(req)
         self._lora.entered(req)
         req.deadline = self._now + self.settings.transfer_timeout_s
@@ -197,12 +215,12 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             req.unsent_pages = list(req.pages)
             self._mark(req, "waiting")
         ready = [req for req in self.running_queue.snapshot() if self._make_room(req)]
-        slot_of = self._lora.slot_of
-        return [
-            (req, req.next_row(None if req.lora is None else slot_of(req.lora)))
-            for req in ready
-            if req in self.running_queue
-        ]
+        running = [req for req in ready if req in self.running_queue]
+        rows = [(req, req.next_row(self._lora_slot(req))) for req in running]
+        return rows + self._local.rows(self._lora_slot, anybody_runs=bool(running))
+
+    def _lora_slot(self, req: DecodeReq) -> int | None:
+        return None if req.lora is None else self._lora.slot_of(req.lora)
 
     def _make_room(self, req: DecodeReq) -> bool:
         """A page for the next token's KV, retracting the last in rank if need be; else False."""
@@ -217,7 +235,14 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             self._retract(victim)
         return False
 
-    def _on_computed(self, req: DecodeReq, _: Row, sample: Sample | None) -> None:
+    def _on_computed(self, req: DecodeReq, row: Row, sample: Sample | None) -> None:
+        if req in self.prefilling:
+            req.num_computed += len(row.token_ids)
+            self.counters["local_prefill_tokens"] += len(row.token_ids)
+            if sample is None:
+                return
+            self._mark(req, "prefill")
+            self.running_queue.take(req)
         assert sample is not None
         req.output_ids.append(sample.token_id)
         self._emit(req, sample.logprob)
@@ -236,12 +261,13 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         return msgspec.structs.replace(super().stats(), linked_peers=self.links.linked())
 
     def _retractable(self) -> Iterable[DecodeReq]:
-        return (*self.running_queue, *self.waiting_queue, *self.transfer_queue)
+        here = (*self.running_queue, *self.waiting_queue, *self.prefilling)
+        return (*here, *self.transfer_queue)
 
     def _slot_holders(self) -> Iterable[DecodeReq]:
         """KV is made only for what will find its adapter when it lands."""
         arriving = (req for req in self.transfer_queue if not self._prefill.is_held_up(req))
-        return (*self.running_queue, *self.waiting_queue, *arriving)
+        return (*self.running_queue, *self.waiting_queue, *self.prefilling, *arriving)
 
     def _let_go(self, req: DecodeReq, kind: FailureKind, message: str) -> None:
         if req.drained or req not in self.transfer_queue:
@@ -262,6 +288,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
     def check_invariants(self) -> None:
         super().check_invariants()
         self.quarantine.check_invariants()
+        self._local.check_invariants(self.kv.pages_for)
         for req in self.running_queue:
             if req.slot is None or len(req.pages) < self.kv.pages_for(req.num_tokens - 1):
                 raise AssertionError(f"{req.rid} runs without a slot or without its pages")

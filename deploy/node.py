@@ -74,10 +74,10 @@ def select_half(mode: DisaggregationMode, config: NodeConfig) -> Half:
             )
         case DisaggregationMode.DECODE:
             assert isinstance(config, DecodeConfig)
-            reserve_pages = config.reserve_pages
+            reserve_pages, local_chunk = config.reserve_pages, config.local_chunk_size
             return Half(
                 PeerDialler(config.lease_s),
-                lambda settings, _: DecodeScheduler(settings, reserve_pages),
+                lambda settings, _: DecodeScheduler(settings, reserve_pages, local_chunk),
             )
         case _:
             assert_never(mode)

@@ -48,6 +48,7 @@ PURE = (
     "common/ledger.py", "common/outbox.py", "common/slots.py", "common/stats.py",
     "common/tombstones.py", "common/kv_cache/page_pool.py", "common/kv_cache/manager.py",
     "common/kv_cache/prefix_cache.py", "common/kv_cache/hashing.py", "decode_node/prefill_side.py",
+    "decode_node/local_prefill.py", "common/chunked_prefill.py", "router/local_prefill.py",
     "*/scheduler.py", "*/admission.py", "*/peers.py", "*_node/request.py",
     "router/dispatcher.py", "router/intake.py", "router/placement.py", "router/load.py",
     "router/rates.py", "router/waiting.py", "router/replay.py", "router/attempts.py",

@@ -43,7 +43,8 @@ class Client:
     attempt: int = 0
     room: int = 0
     pair: tuple[Incarnation, Incarnation] | None = None
-    """The nodes of the present attempt; None while it waits."""
+    """The nodes of the present attempt, the first one empty where decode computes the prompt
+    itself; None while it waits."""
     decode_spoke: bool = False
     """Decode has sent a token of this attempt: prefill's death is no matter any more."""
     end: str | None = None
@@ -143,10 +144,12 @@ class ModelRouter:
         ready = [n for n in serving if self.world.nodes[n].takes_work]
         prefills = [n for n in ready if n.startswith("p")]
         decodes = [n for n in ready if n.startswith("d")]
-        if not prefills or not decodes:
-            return
         pick = self.world.random.choice
-        client.pair = (pick(prefills), pick(decodes))
+        share = self.world.local
+        alone = share > 0 and (not prefills or self.world.random.random() < share)
+        if not decodes or not (prefills or alone):
+            return
+        client.pair = ("" if alone else pick(prefills), pick(decodes))
         client.attempt += 1
         client.decode_spoke = False
         client.room = self.world.random.getrandbits(62) + 1
@@ -167,7 +170,7 @@ class ModelRouter:
             ),
             adapter=client.adapter,
             age_s=self.world.now - client.accepted,
-            prefill_address="tcp://side",
+            prefill_address="tcp://side" if client.pair[0] else "",
             prefill_incarnation=client.pair[0],
         )
 

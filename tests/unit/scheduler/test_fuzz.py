@@ -63,6 +63,7 @@ def run(seed: int, steps: int = 120, router: Router = ModelRouter) -> World:
         loss=chance.choice([0.0, 0.05, 0.3]),
         repeat=chance.choice([0.0, 0.2]),
         reorder=chance.random() < 0.5,
+        local=chance.choice([0.0, 0.3, 1.0]),
         router=router,
     )
     for _ in range(steps):
@@ -93,5 +94,8 @@ def test_the_fuzz_reaches_what_it_is_for() -> None:
                 seen[name] = seen.get(name, 0) + count
     assert replays > 50
     assert left > 20
-    for name in ("retractions", "peers_lost", "failed_writes", "failed_steps", "stale_messages"):
+    for name in (
+        "retractions", "peers_lost", "failed_writes", "failed_steps", "stale_messages",
+        "local_prefill_tokens",
+    ):  # fmt: skip
         assert seen.get(name, 0) > 5, (name, seen)

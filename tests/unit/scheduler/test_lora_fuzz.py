@@ -72,6 +72,7 @@ def run(seed: int, steps: int = 150, router: Router = ModelRouter) -> World:
         loss=chance.choice([0.0, 0.05, 0.3]),
         repeat=chance.choice([0.0, 0.2]),
         reorder=chance.random() < 0.5,
+        local=chance.choice([0.0, 0.3, 1.0]),
         max_loras_per_batch=slots,
         max_loaded_loras=slots + chance.randint(0, 2),
         lora_drain_wait_s=chance.choice([0.0, 1.0, 3.0]),

@@ -17,6 +17,7 @@ from common.messages import (
     TokenLogprob,
     TokenOutput,
 )
+from common.modes import PauseMode
 from common.plan import Row
 from common.scheduler import Scheduler
 from decode_node.prefill_side import PrefillSide
@@ -27,7 +28,7 @@ from prefill_node.scheduler import PrefillScheduler
 from router.dispatcher import Dispatcher
 from router.policies import Pair
 from router.requests import Job
-from tests.unit.scheduler import test_decode, test_drain, test_prefill
+from tests.unit.scheduler import test_decode, test_drain, test_local_prefill, test_prefill
 from tests.unit.scheduler.real_router import RealRouter
 from tests.unit.scheduler.test_fuzz import run
 
@@ -179,6 +180,44 @@ def goodbye_before_the_writes_have_ended(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefillScheduler, "_advance", planted)
 
 
+def a_position_of_a_local_prompt_is_skipped(patch: pytest.MonkeyPatch) -> None:
+    original = DecodeScheduler._on_computed
+
+    def planted(self: DecodeScheduler, req: DecodeReq, row: Row, sample: Any) -> None:
+        original(self, req, row, sample)
+        if req in self.prefilling and req.num_uncomputed > 1:
+            req.num_computed += 1
+
+    patch.setattr(DecodeScheduler, "_on_computed", planted)
+
+
+def a_local_prompt_is_kept_through_a_pause_that_empties_the_node(
+    patch: pytest.MonkeyPatch,
+) -> None:
+    original = DecodeScheduler._retractable
+
+    def planted(self: DecodeScheduler) -> Any:
+        return tuple(req for req in original(self) if req not in self.prefilling)
+
+    patch.setattr(DecodeScheduler, "_retractable", planted)
+
+
+def a_stopped_local_prompt_keeps_its_slot(patch: pytest.MonkeyPatch) -> None:
+    original = DecodeScheduler._let_go
+
+    def planted(self: DecodeScheduler, req: DecodeReq, kind: FailureKind, message: str) -> None:
+        if req in self.prefilling:
+            self._slots.give(req)
+            req.slot = None
+        original(self, req, kind, message)
+
+    patch.setattr(DecodeScheduler, "_let_go", planted)
+
+
+def retract_pause_in_mid_prefill() -> None:
+    test_local_prefill.test_while_paused_no_chunk_is_computed(PauseMode.RETRACT)
+
+
 @pytest.mark.parametrize(
     ("plant", "check"),
     [
@@ -189,6 +228,12 @@ def goodbye_before_the_writes_have_ended(patch: pytest.MonkeyPatch) -> None:
         ),
         (goodbye_before_the_writes_have_ended, fuzz),
         (running_batch_on_prefill, fuzz),
+        (a_position_of_a_local_prompt_is_skipped, fuzz),
+        (
+            a_local_prompt_is_kept_through_a_pause_that_empties_the_node,
+            retract_pause_in_mid_prefill,
+        ),
+        (a_stopped_local_prompt_keeps_its_slot, fuzz),
         (page_freed_while_posted, fuzz),
         (failed_while_a_sibling_is_posted, fuzz),
         (decode_frees_at_once, fuzz),

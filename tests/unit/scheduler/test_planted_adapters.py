@@ -1,6 +1,6 @@
 """Faults of adapters that the design excludes, planted one by one: each must be noticed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,8 @@ from common.messages import Adapter
 from common.request import Req
 from common.scheduler import Scheduler
 from common.tombstones import Tombstone
+from decode_node.request import DecodeReq
+from decode_node.scheduler import DecodeScheduler
 from tests.unit.scheduler import test_lora_drain, test_lora_slots, test_lora_usage, test_lora_verbs
 from tests.unit.scheduler.test_lora_fuzz import run
 from tests.unit.scheduler.test_lora_race import race
@@ -64,6 +66,15 @@ def a_slot_is_given_away_while_it_is_filled(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def a_local_prompt_holds_no_slot(patch: pytest.MonkeyPatch) -> None:
+    original = DecodeScheduler._slot_holders
+
+    def planted(self: DecodeScheduler) -> Iterable[DecodeReq]:
+        return (req for req in original(self) if req not in self.prefilling)
+
+    patch.setattr(DecodeScheduler, "_slot_holders", planted)
+
+
 def computed_before_the_adapter_is_there(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AdapterDesk, "ready", lambda self, req: True)
 
@@ -110,6 +121,7 @@ def the_horizon_of_a_drain_does_not_shrink(patch: pytest.MonkeyPatch) -> None:
         (a_held_slot_is_given_away, fuzz),
         (a_slot_is_given_away_while_it_is_filled, fuzz),
         (computed_before_the_adapter_is_there, fuzz),
+        (a_local_prompt_holds_no_slot, fuzz),
         (
             adapters_are_told_apart_by_name_alone,
             test_lora_verbs.test_a_name_that_was_unloaded_is_loaded_anew_with_other_content,

@@ -89,12 +89,16 @@ class World:
         loss: float = 0.0,
         repeat: float = 0.0,
         reorder: bool = False,
+        local: float = 0.0,
         router: type[ModelRouter] | type[RealRouter] = ModelRouter,
         **overrides: Any,
     ) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
         self.repeat = repeat
+        self.local = local
+        """Share of requests that decode computes alone; if there is one, it does so always where
+        no prefill node takes work."""
         self.lease_s = LEASE_S
         self.network = Network(self, loss, repeat, reorder)
         self.pages, self.overrides = pages, overrides
@@ -124,7 +128,9 @@ class World:
     def add_decode(self) -> Incarnation:
         self.born += 1
         name = f"d{self.born}"
-        scheduler = DecodeScheduler(settings(name, self.pages, **self.overrides), reserve_pages=2)
+        scheduler = DecodeScheduler(
+            settings(name, self.pages, **self.overrides), reserve_pages=2, local_chunk_size=3
+        )
         return self._add(name, scheduler)
 
     def _add(self, name: Incarnation, scheduler: Scheduler[Any]) -> Incarnation:
