@@ -32,6 +32,7 @@ def alone(room: int, prompt: int = 6, **fields: Any) -> Any:
 def node(budget: int = 3, **overrides: Any) -> Driven:
     """A decode node that takes `budget` prompt tokens beside a running batch, else 6."""
     driven = decode(**overrides)
+    assert isinstance(driven.scheduler, DecodeScheduler)
     driven.scheduler._local._beside = budget
     return driven
 

@@ -20,6 +20,7 @@ from common.messages import (
 from common.modes import PauseMode
 from common.plan import Row
 from common.scheduler import Scheduler
+from common.slots import SlotLeak
 from decode_node.prefill_side import PrefillSide
 from decode_node.request import DecodeReq
 from decode_node.scheduler import DecodeScheduler
@@ -32,7 +33,15 @@ from tests.unit.scheduler import test_decode, test_drain, test_local_prefill, te
 from tests.unit.scheduler.real_router import RealRouter
 from tests.unit.scheduler.test_fuzz import run
 
-NOTICED = (AssertionError, IllegalTransition, PageLeak, KeyError, IndexError, AttributeError)
+NOTICED = (
+    AssertionError,
+    IllegalTransition,
+    PageLeak,
+    KeyError,
+    IndexError,
+    AttributeError,
+    SlotLeak,
+)
 
 
 def fuzz(seeds: int = 150) -> None:
