@@ -236,6 +236,7 @@ def plan_fleet(
     prefill_flags: Flags | None = None,
     decode_flags: Flags | None = None,
     router_flags: Flags | None = None,
+    own_flags: Mapping[str, Flags] | None = None,
     prefill_module: str = "prefill_node",
     places: Mapping[str, Place] | None = None,
     join: Sequence[str] | None = None,
@@ -243,10 +244,11 @@ def plan_fleet(
 ) -> Fleet:
     """Command lines with fixed ports for everybody; logs go to `folder`. Nothing is started.
 
-    `places`: where the members named run, on this host if not named. `join`: the addresses that
-    nodes dial, the routers' own if not given. `key`: see `Fleet`.
+    `own_flags`: of the members named, beside those of their kind. `places`: where the members named
+    run, on this host if not named. `join`: the addresses that nodes dial, the routers' own if not
+    given. `key`: see `Fleet`.
     """
-    places = places or {}
+    places, own = places or {}, own_flags or {}
     ports = iter(free_ports(2 * (routers + prefill) + decode))
     members = []
     addresses = []
@@ -258,6 +260,7 @@ def plan_fleet(
         addresses.append(f"tcp://{place.address}:{node_port}")
         flags = {"port": port, "node_port": node_port, "served_model_name": "tiny"}
         given = {"model": model, **flags, "node_host": place.address, **(router_flags or {})}
+        given |= own.get(f"router-{number}", {})
         members.append(_member(f"router-{number}", "router", port, given, folder, place))
     common: dict[str, object] = {"model": model, "dtype": "float32", "threads": 1}
     common |= {"served_model_name": "tiny", **(node_flags or {})}
@@ -266,12 +269,14 @@ def plan_fleet(
         port, side = next(ports), next(ports)
         given = {**common, "port": port, "side_channel_port": side, **(prefill_flags or {})}
         name = f"prefill-{number}"
+        given |= own.get(name, {})
         place = places.get(name, Place())
         members.append(_member(name, prefill_module, port, given, folder, place, joining))
     for number in range(decode):
         port = next(ports)
         given = {**common, "port": port, **(decode_flags or {})}
         name = f"decode-{number}"
+        given |= own.get(name, {})
         place = places.get(name, Place())
         members.append(_member(name, "decode_node", port, given, folder, place, joining))
     return Fleet(members, node_ports, key)
@@ -290,13 +295,17 @@ def _member(
     if module != "router":
         command += ["--name", name]
     for flag, value in flags.items():
-        command += [f"--{flag.replace('_', '-')}", str(value)]
+        spelled = flag.replace("_", "-")
+        if isinstance(value, bool):
+            command.append(f"--{spelled}" if value else f"--no-{spelled}")
+        else:
+            command += [f"--{spelled}", str(value)]
     return Member(name, command, f"http://{place.address}:{port}", folder / f"{name}.log", place)
 
 
 @contextlib.contextmanager
 def fleet(
-    model: Path, **plan: int | Flags | Mapping[str, Place] | Sequence[str]
+    model: Path, **plan: int | Flags | Mapping[str, Flags] | Mapping[str, Place] | Sequence[str]
 ) -> Iterator[Fleet]:
     """A started fleet, ready for requests, ended afterwards; a failure shows everybody's log.
 
