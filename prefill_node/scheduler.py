@@ -214,7 +214,8 @@ class PrefillScheduler(Scheduler[PrefillReq]):
         match event:
             case PeerAdded(peer):
                 self.links.on_added(peer)
-            case WriteDone(room, chunk):
+            case WriteDone(room, chunk, num_bytes, seconds):
+                self.ledger.transferred(num_bytes, seconds)
                 self._on_write_ended(room, chunk, None)
             case WriteFailed(room, chunk, error):
                 self.counters["failed_writes"] += 1

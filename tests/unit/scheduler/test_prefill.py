@@ -63,6 +63,17 @@ def test_complete_pages_travel_after_each_chunk_and_the_last_brings_the_token() 
     assert [out.token_ids for tokens in node.said(Tokens) for out in tokens.outputs] == [[9]]
 
 
+def test_what_was_sent_is_counted_and_timed() -> None:
+    node = prefill()
+    node.router(generate(1, prompt=6))
+    node.peer(destination(1, pages=2), "d")
+    for _ in range(2):
+        node.step()
+    node.fact(WriteDone(1, 0, 512, 0.25))
+    assert node.scheduler.counters["transferred_bytes"] == 512
+    assert node.scheduler.take_report().transferred == [(512, 0.25)]
+
+
 def test_a_budget_is_shared_by_several_prompts() -> None:
     node = prefill()
     for room in (1, 2, 3):
