@@ -5,7 +5,6 @@ Uses the `tokenizers` library itself: transformers' loader imports torch, which 
 """
 
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from common.model_folder import end_token_ids, read_json, special_tokens
 from router.chat_template import ChatTemplate, ChatTemplateError
 
 INLINE_CHARACTERS = 16_384
 """Longer texts are tokenised in a thread, so that other requests go on meanwhile."""
-
-_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class UnusableModelFolder(ValueError):
@@ -69,6 +67,11 @@ class TextCodec:
     def encode_now(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a token of that very text."""
+        found: int | None = self._tokenizer.token_to_id(text)
+        return found
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids; ids without a token have no text."""
@@ -123,10 +126,9 @@ def load_codec(folder: Path) -> TextCodec:
         raise UnusableModelFolder(f"{path}: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    config = _read_json(folder / "tokenizer_config.json")
-    source = _template_source(folder, config)
+    source = _template_source(folder, read_json(folder / "tokenizer_config.json"))
     try:
-        template = None if source is None else ChatTemplate(source, _special_tokens(config))
+        template = None if source is None else ChatTemplate(source, special_tokens(folder))
     except ChatTemplateError as error:
         raise UnusableModelFolder(f"{folder}: {error}") from error
     return TextCodec(tokenizer, template)
@@ -134,20 +136,14 @@ def load_codec(folder: Path) -> TextCodec:
 
 def load_model_info(folder: Path, codec: TextCodec) -> ModelInfo:
     """Read what the model's configuration files say."""
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     config = {**config, **config.get("text_config", {})}
-    generation = _read_json(folder / "generation_config.json")
-    tokenizer_config = _read_json(folder / "tokenizer_config.json")
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
-    eos_ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    named = _special_tokens(tokenizer_config).get("eos_token")
-    if named is not None:
-        eos_ids |= set(codec.encode_now(named, add_special_tokens=False)[:1])
+    generation = read_json(folder / "generation_config.json")
     return ModelInfo(
         root=str(folder),
         vocab_size=int(config.get("vocab_size", codec.vocab_size)),
         max_model_len=int(config.get("max_position_embeddings", 2048)),
-        eos_token_ids=tuple(sorted(eos_ids)),
+        eos_token_ids=end_token_ids(folder, codec.token_id),
         defaults=SamplingDefaults(
             **{name: generation.get(name) for name in SamplingDefaults.__dataclass_fields__}
         ),
@@ -163,24 +159,6 @@ def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
         named = {entry["name"]: entry["template"] for entry in source}
         source = named.get("default")
     return source if isinstance(source, str) else None
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    found = {}
-    for name in _SPECIAL_TOKEN_NAMES:
-        token = config.get(name)
-        if isinstance(token, dict):
-            token = token.get("content")
-        if isinstance(token, str):
-            found[name] = token
-    return found
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    content = json.loads(path.read_text())
-    return content if isinstance(content, dict) else {}
 
 
 def _byte_alphabet() -> dict[str, int]:
