@@ -21,6 +21,7 @@ from router.cache_index import CacheIndex
 from router.config import RouterConfig, parse_adapters
 from router.dispatcher import Dispatcher
 from router.errors import unavailable
+from router.grammar_checks import GrammarChecks
 from router.http import HttpLimits, shield_errors
 from router.limits import Limits
 from router.lora_api import LoraApi
@@ -75,7 +76,10 @@ async def serve(
     info = load_model_info(model_path, codec)
     service = _service(config, random, end or asyncio.Event(), access.keys)
     names = ModelNames(config.model_name, config.model, service.adapters)
-    preparer = Preparer(codec, info, service.registry, config, names, random)
+    grammars = GrammarChecks(
+        model_path, info.vocab_size, info.eos_token_ids, config.grammar_timeout_s
+    )
+    preparer = Preparer(codec, info, service.registry, config, names, random, grammars)
     runner = _runner(_application(config, access, service, preparer), service)
     try:
         node_port = service.start(config.node_host, config.node_port)
@@ -100,6 +104,7 @@ async def serve(
         await runner.cleanup()
         await service.adapter_verbs.close(SHUTDOWN_S)
         await service.stop()
+        await grammars.close()
 
 
 def _service(

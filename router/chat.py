@@ -6,6 +6,7 @@ from typing import Any
 from router.chat_template import ChatTemplateError
 from router.choices import ChoiceSettler, Style, text_options
 from router.errors import invalid
+from router.grammar_checks import Grammars, with_grammar
 from router.model_names import ModelNames
 from router.prepared import Prepared
 from router.protocol.knobs import Knobs, check
@@ -16,10 +17,13 @@ from router.tokens import TextCodec
 class ChatPreparer:
     """Checks conversations and renders them with the model's template."""
 
-    def __init__(self, codec: TextCodec, settler: ChoiceSettler, names: ModelNames) -> None:
+    def __init__(
+        self, codec: TextCodec, settler: ChoiceSettler, names: ModelNames, grammars: Grammars
+    ) -> None:
         self._codec = codec
         self._settler = settler
         self._names = names
+        self._grammars = grammars
 
     async def prepare(self, request: ChatRequest) -> Prepared:
         """Check /v1/chat/completions.
@@ -42,6 +46,7 @@ class ChatPreparer:
             **{f: getattr(knobs, f) for f in Knobs.__slots__ if f != "names"}, names=names
         )
         check(knobs, self._settler.bounds)
+        knobs = await with_grammar(knobs, request.grammar_wish(), self._grammars)
         ids = await self.ids(
             request.messages,
             add_generation_prompt=request.add_generation_prompt is not False,

@@ -21,6 +21,7 @@ _POSITIVE = (
     "max_unsent_bytes",
     "send_timeout_s",
     "body_timeout_s",
+    "grammar_timeout_s",
     "max_n",
     "max_choices",
     "max_body_bytes",
@@ -79,6 +80,9 @@ class RouterConfig:
     """How long a client may leave its stream unread before it is cut off."""
     body_timeout_s: float = 60.0
     """How long a request's body may take to arrive; then 408."""
+    grammar_timeout_s: float = 10.0
+    """How long a new schema, regex or grammar may wait for its check; then 503. The check itself is
+    bounded by half a second of processor time."""
     max_n: int = 64
     """Largest `n` of a request."""
     max_choices: int = 1024

@@ -10,6 +10,7 @@ from router.chat import ChatPreparer
 from router.choices import ChoiceSettler, Style, text_options
 from router.config import RouterConfig
 from router.errors import invalid
+from router.grammar_checks import Grammars, with_grammar
 from router.model_names import ModelNames
 from router.nodes import NodeRegistry
 from router.prepared import ChoiceSpec, Prepared
@@ -40,12 +41,14 @@ class Preparer:
         config: RouterConfig,
         names: ModelNames,
         random: Random,
+        grammars: Grammars,
     ) -> None:
         self.codec = codec
         self.info = info
         self.names = names
         self._settler = ChoiceSettler(info, registry, config, random)
-        self.chats = ChatPreparer(codec, self._settler, names)
+        self._grammars = grammars
+        self.chats = ChatPreparer(codec, self._settler, names, grammars)
 
     @property
     def max_model_len(self) -> int:
@@ -68,6 +71,7 @@ class Preparer:
             max_tokens=request.max_tokens, logprobs=request.logprobs, max_name="max_tokens"
         )
         check(knobs, self._settler.bounds)
+        knobs = await with_grammar(knobs, request.grammar_wish(), self._grammars)
         special = request.add_special_tokens is not False
         prompts = await self._prompts(request.prompt, "prompt", special)
         texts: tuple[str, ...] = ()
@@ -117,6 +121,7 @@ class Preparer:
             if (knobs.n or 1) != (wishes[0].n or 1):
                 raise invalid("n must be the same for all prompts", "sampling_params.n")
             check(knobs, self._settler.bounds)
+            knobs = await with_grammar(knobs, wish.grammar_wish(), self._grammars)
             options = text_options(knobs, wish.no_stop_trim, wish.skip_special_tokens)
             choices += self._settler.choices([prompt], [adapter], knobs, options, style)
         self._settler.check_count(len(choices))

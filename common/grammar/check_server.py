@@ -25,26 +25,13 @@ import msgspec
 
 from common.grammar.errors import GrammarError
 from common.grammar.limits import CHECK_CPU_S, CHECK_MEMORY_BYTES, CHECK_STACK_BYTES
-from common.grammar.matcher import CompiledGrammar
-from common.grammar.source import as_lark
+from common.grammar.matcher import try_out
+from common.grammar.questions import Answer, Question
 from common.grammar.vocabulary import Vocabulary, load_vocabulary
-from common.messages import Grammar
 
 _INTERNAL_GRACE_S = 0.1
 """Processor time on top of the check's, for what is not the library."""
 _READ_BYTES = 1 << 16
-
-
-class Question(msgspec.Struct, frozen=True):
-    number: int
-    grammar: Grammar
-
-
-class Answer(msgspec.Struct, frozen=True):
-    number: int
-    grammar: Grammar | None
-    """As nodes take it; None if it is refused."""
-    problem: str = ""
 
 
 @dataclass(slots=True)
@@ -57,16 +44,21 @@ class _Running:
 
 
 def main(folder: str, size: str, end_ids: str) -> None:
-    """Serve until standard input ends. The first line out says whether there will be others."""
+    """Serve until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the router's to handle
     try:
         ids = tuple(int(part) for part in end_ids.split(",") if part)
         vocabulary = load_vocabulary(Path(folder), int(size), ids)
     except GrammarError as error:
-        _write(Answer(0, None, str(error)))
-        return
-    _write(Answer(0, None))
-    _Server(vocabulary).serve()
+        _refuse_all(str(error))
+    else:
+        _Server(vocabulary).serve()
+
+
+def _refuse_all(problem: str) -> None:
+    """No grammar can be used with this model."""
+    for line in sys.stdin.buffer:
+        _write(Answer(msgspec.json.decode(line, type=Question).number, None, problem))
 
 
 class _Server:
@@ -162,6 +154,7 @@ def _limit() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, CHECK_CPU_S + _INTERNAL_GRACE_S)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a stack's overflow is announced there
     with open("/proc/self/statm") as statm:
         used = int(statm.read().split()[0]) * resource.getpagesize()
     limit = used + CHECK_MEMORY_BYTES
@@ -170,12 +163,7 @@ def _limit() -> None:
 
 def _check(question: Question, vocabulary: Vocabulary, writing: int) -> None:
     try:
-        grammar = as_lark(question.grammar)
-        matcher = CompiledGrammar(grammar, vocabulary).start()
-        if matcher.is_complete:
-            raise GrammarError("it allows nothing but an empty output")
-        matcher.allowed()
-        answer = Answer(question.number, grammar)
+        answer = Answer(question.number, try_out(question.grammar, vocabulary))
     except (GrammarError, MemoryError) as error:
         answer = Answer(question.number, None, str(error) or "it takes too much memory to compile")
     _write(answer, writing)

@@ -3,8 +3,6 @@
 Nodes use the same parser limits as the router's check, so what passes there compiles here.
 """
 
-from llguidance import LLParserLimits
-
 MAX_GRAMMAR_CHARACTERS = 65_536
 """Of a schema, regex or grammar. The library recurses along references; this bounds how deep."""
 CHECK_CPU_S = 0.5
@@ -18,17 +16,3 @@ survives on a node, whose engine has the usual 8 MiB and whose compiler has more
 COMPILE_STACK_BYTES = 16 << 20
 MAX_COMPILED = 64
 """Compiled grammars that a node keeps, the least recently used of more being dropped."""
-
-
-def parser_limits() -> LLParserLimits:
-    """Bounds of the library's own work. One mask takes 0.1 ms as a rule and 20 ms at the worst;
-    a request whose grammar needs more for one token fails."""
-    return LLParserLimits(
-        max_items_in_row=1000,
-        initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=50_000,
-        step_max_items=10_000,
-        max_lexer_states=20_000,
-        max_grammar_size=100_000,
-        verbose_errors=False,
-    )

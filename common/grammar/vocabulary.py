@@ -1,6 +1,5 @@
 """What a model's tokens spell, as the grammar library wants to know it."""
 
-import json
 from pathlib import Path
 
 from llguidance import LLTokenizer
@@ -21,6 +20,7 @@ class Vocabulary:
         if not end_ids:
             raise GrammarError("the model has no end-of-sequence token, so no grammar ever ends")
         self.size = size
+        self.end_ids = end_ids
         known = tokenizer.get_vocab_size(with_added_tokens=True)
         try:
             self.tokens = LLTokenizer(

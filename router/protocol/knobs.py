@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from common.messages import SamplingParams
+from common.messages import Grammar, SamplingParams
 from router.errors import invalid
 from router.tokens import SamplingDefaults
 
@@ -34,6 +34,8 @@ class Knobs:
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool | None = None
     n: int | None = None
+    grammar: Grammar | None = None
+    """Checked: nodes can compile it."""
     names: Mapping[str, str] = field(default_factory=dict)
     """What this API calls a field, where it differs."""
 
@@ -108,10 +110,13 @@ def check(knobs: Knobs, bounds: Bounds) -> None:
 def sampling_params(
     knobs: Knobs, bounds: Bounds, *, max_tokens: int, random: Random
 ) -> SamplingParams:
-    """What nodes are told, from checked knobs. `max_tokens` is what was settled on."""
+    """What nodes are told, from checked knobs. `max_tokens` is what was settled on.
+
+    A grammar's end is the output's end: beside one, `ignore_eos` means nothing.
+    """
     defaults = bounds.defaults
     ends = set(knobs.stop_token_ids or ())
-    if not knobs.ignore_eos:
+    if not knobs.ignore_eos or knobs.grammar is not None:
         ends |= set(bounds.eos_token_ids)
     seed = random.getrandbits(63) if knobs.seed is None else knobs.seed & _SEED_MASK
     return SamplingParams(
@@ -128,6 +133,7 @@ def sampling_params(
         logprobs=knobs.logprobs,
         min_tokens=knobs.min_tokens or 0,
         stop_token_ids=tuple(sorted(ends)),
+        grammar=knobs.grammar,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from router.errors import invalid
+from router.protocol.grammars import GuidedFields, Wish, sglang_wish
 from router.protocol.knobs import Knobs
 from router.protocol.terms import TermsFields
 
@@ -18,7 +19,7 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class OpenAIRequest(TermsFields, kw_only=True):
+class OpenAIRequest(GuidedFields, kw_only=True):
     """What completions and chat completions share."""
 
     model: str | None = None
@@ -45,11 +46,6 @@ class OpenAIRequest(TermsFields, kw_only=True):
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     # Refused unless empty:
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
     use_beam_search: Any = None
 
     def knobs(self, *, max_tokens: int | None, logprobs: int | None, max_name: str) -> Knobs:
@@ -110,18 +106,12 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Any = None
     functions: Any = None
-    response_format: Any = None
     continue_final_message: Any = None
     chat_template: Any = None
 
 
 _UNSUPPORTED = (
     "suffix",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
     "use_beam_search",
     "tools",
     "functions",
@@ -141,9 +131,6 @@ def refuse_unsupported(request: OpenAIRequest) -> None:
         value = getattr(request, field, None)
         if value not in (None, False, "", [], {}) or (field == "prompt_logprobs" and value == 0):
             raise invalid(f"{field} is not supported yet", field, "unsupported")
-    response_format = getattr(request, "response_format", None)
-    if response_format not in (None, {}, {"type": "text"}):
-        raise invalid("response_format is not supported yet", "response_format", "unsupported")
     best_of = request.best_of
     if best_of is not None and best_of not in (1, request.n or 1):
         raise invalid("best_of other than n is not supported", "best_of", "unsupported")
@@ -171,8 +158,8 @@ class SglangSampling(msgspec.Struct, kw_only=True):
     no_stop_trim: bool | None = None
     n: int | None = None
     json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
+    regex: str | None = None
+    ebnf: str | None = None
     structural_tag: Any = None
     stop_regex: Any = None
 
@@ -182,7 +169,7 @@ class SglangSampling(msgspec.Struct, kw_only=True):
         Raises:
             ApiError: 400 for a field that is not supported yet.
         """
-        for field in ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex"):
+        for field in ("structural_tag", "stop_regex"):
             if getattr(self, field) not in (None, "", []):
                 name = f"sampling_params.{field}"
                 raise invalid(f"{name} is not supported yet", name, "unsupported")
@@ -205,6 +192,14 @@ class SglangSampling(msgspec.Struct, kw_only=True):
             n=self.n,
             names=_SGLANG_NAMES,
         )
+
+    def grammar_wish(self) -> Wish | None:
+        """What the output must obey, if anything.
+
+        Raises:
+            ApiError: 400, naming the field.
+        """
+        return sglang_wish(self.json_schema, self.regex or None, self.ebnf or None)
 
 
 _SGLANG_NAMES = {
