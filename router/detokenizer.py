@@ -2,13 +2,16 @@
 
     token ids ──▶ Detokenizer ──▶ StopMatcher ──▶ text that will not change any more
 
-A character may be spread over several tokens, and how a token reads may depend on the one before.
-So a small window of recent tokens is decoded together: the text of its first part is out already,
-that of the rest is new. (The idea is text-generation-inference's.)
+A character may be spread over several tokens. In byte-level vocabularies that is all, and tokens are
+looked up (`byte_tokens`). In others how a token reads may depend on the one before, so a small window
+of recent tokens is decoded together: the text of its first part is out already, that of the rest
+is new. (The idea is text-generation-inference's.)
 """
 
 from collections.abc import Sequence
 from typing import Protocol
+
+from router.byte_tokens import ByteDetokenizer, ByteTable
 
 BROKEN = "\ufffd"
 MAX_HELD = 3
@@ -23,10 +26,31 @@ class Decoder(Protocol):
     @property
     def special_ids(self) -> frozenset[int]: ...
 
+    @property
+    def byte_table(self) -> ByteTable | None:
+        """None: not a byte-level vocabulary."""
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
 
 
-class Detokenizer:
+class Detokenizer(Protocol):
+    """Text of a growing list of tokens; the parts together are the text of the whole."""
+
+    def feed(self, token_id: int) -> str:
+        """The text that this token completes; empty while a character is unfinished."""
+
+    def flush(self) -> str:
+        """What is left at the end, broken or not."""
+
+
+def make_detokenizer(codec: Decoder, *, skip_special_tokens: bool = True) -> Detokenizer:
+    """The cheapest one that is right for the vocabulary."""
+    if codec.byte_table is not None:
+        return ByteDetokenizer(codec.byte_table, skip_special_tokens=skip_special_tokens)
+    return WindowDetokenizer(codec, skip_special_tokens=skip_special_tokens)
+
+
+class WindowDetokenizer:
     """Text of a growing list of tokens; the parts together are the text of the whole."""
 
     def __init__(self, codec: Decoder, *, skip_special_tokens: bool = True) -> None:

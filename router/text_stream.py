@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from common.messages import StopReason, TokenLogprob
-from router.detokenizer import Decoder, Detokenizer, StopMatcher
+from router.detokenizer import Decoder, StopMatcher, make_detokenizer
 from router.requests import NewTokens
 
 
@@ -58,7 +58,9 @@ class TextStream:
     def __init__(self, choice: int, codec: Decoder, options: TextOptions) -> None:
         self._choice = choice
         self._options = options
-        self._detokenizer = Detokenizer(codec, skip_special_tokens=options.skip_special_tokens)
+        self._detokenizer = make_detokenizer(
+            codec, skip_special_tokens=options.skip_special_tokens
+        )
         self._matcher = StopMatcher(options.stops, include=options.include_stop)
         self._decoded = 0
         self.num_tokens = 0

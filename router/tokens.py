@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from common.model_folder import end_token_ids, read_json, special_tokens
+from router.byte_tokens import byte_table
 from router.chat_template import ChatTemplate, ChatTemplateError
 
 INLINE_CHARACTERS = 16_384
@@ -57,6 +58,7 @@ class TextCodec:
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.byte_table = byte_table(tokenizer, self.special_ids)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
@@ -80,14 +82,13 @@ class TextCodec:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for, also where they are only a part of a character."""
+        if self.byte_table is not None:
+            known = 0 <= token_id < len(self.byte_table.bytes)
+            return self.byte_table.bytes[token_id] if known else b""
         text = self.decode([token_id])
         if "\ufffd" not in text:
             return text.encode()
         piece = self._tokenizer.id_to_token(token_id) or ""
-        values = [_BYTE_OF_CHARACTER.get(character) for character in piece]
-        known = [value for value in values if value is not None]
-        if known and len(known) == len(values):
-            return bytes(known)
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
         return text.encode()
@@ -159,14 +160,3 @@ def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
         named = {entry["name"]: entry["template"] for entry in source}
         source = named.get("default")
     return source if isinstance(source, str) else None
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-ins of bytes in byte-level BPE vocabularies (GPT-2's)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [value for value in range(256) if value not in printable]
-    alphabet = {chr(value): value for value in printable}
-    return alphabet | {chr(256 + i): value for i, value in enumerate(others)}
-
-
-_BYTE_OF_CHARACTER = _byte_alphabet()

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.detokenizer import BROKEN, MAX_WINDOW, Detokenizer, StopMatcher
+from router.byte_tokens import ByteDetokenizer
+from router.detokenizer import (
+    BROKEN,
+    MAX_WINDOW,
+    StopMatcher,
+    WindowDetokenizer,
+    make_detokenizer,
+)
 from router.tokens import TextCodec, load_codec
 from tests.tiny_models import VOCAB_SIZE
 
@@ -18,8 +25,13 @@ TEXTS = st.text(
 
 
 def pieces(codec: TextCodec, ids: list[int], skip_special_tokens: bool = True) -> list[str]:
-    detokenizer = Detokenizer(codec, skip_special_tokens=skip_special_tokens)
-    return [*(detokenizer.feed(id_) for id_ in ids), detokenizer.flush()]
+    """What the table gives; the window, which serves all other vocabularies, gives the same."""
+    detokenizer = make_detokenizer(codec, skip_special_tokens=skip_special_tokens)
+    assert isinstance(detokenizer, ByteDetokenizer)
+    parts = [*(detokenizer.feed(id_) for id_ in ids), detokenizer.flush()]
+    window = WindowDetokenizer(codec, skip_special_tokens=skip_special_tokens)
+    assert "".join([*(window.feed(id_) for id_ in ids), window.flush()]) == "".join(parts)
+    return parts
 
 
 @given(text=TEXTS)
@@ -67,12 +79,17 @@ def test_an_emoji_comes_with_its_last_byte(codec: TextCodec) -> None:
 def test_long_runs_of_broken_bytes_stay_exact_and_cheap(codec: TextCodec, unit: bytes) -> None:
     token_of = {codec.token_bytes(id_): id_ for id_ in range(3, 259)}
     ids = [token_of[bytes([byte])] for byte in unit] * 300
-    detokenizer = Detokenizer(codec)
+    detokenizer = WindowDetokenizer(codec)
     text = ""
     for id_ in ids:
         text += detokenizer.feed(id_)
         assert len(detokenizer._window) <= MAX_WINDOW + 16
-    assert text + detokenizer.flush() == codec.decode(ids)
+    assert text + detokenizer.flush() == codec.decode(ids) == "".join(pieces(codec, ids))
+
+
+def test_ids_that_no_vocabulary_has_read_nothing(codec: TextCodec) -> None:
+    detokenizer = make_detokenizer(codec)
+    assert [detokenizer.feed(id_) for id_ in (-1, 10**6)] == ["", ""]
 
 
 # ---------------------------------------------------------------- stop strings
