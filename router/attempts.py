@@ -117,7 +117,14 @@ def news_of(job: Job, attempt: Attempt, output: TokenOutput) -> NewTokens | Gap 
         new                       have ... end
     """
     have = len(job.output_ids)
-    end = output.index + len(output.token_ids)
+    count = len(output.token_ids)
+    sampling = job.sampling
+    fits = output.index == have and 0 < count <= sampling.max_tokens - have
+    if fits and sampling.prompt_logprobs is None and output.prompt_logprobs is None:
+        # Nearly always: all of it is new.
+        whole = None if output.logprobs is None else tuple(output.logprobs)
+        return NewTokens(tuple(output.token_ids), whole, output.finish)
+    end = output.index + count
     finishes_early = output.finish is not None and end < have
     if output.index > have or output.index < attempt.base or finishes_early:
         return Gap()

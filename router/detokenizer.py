@@ -2,10 +2,10 @@
 
     token ids ──▶ Detokenizer ──▶ StopMatcher ──▶ text that will not change any more
 
-A character may be spread over several tokens. In byte-level vocabularies that is all, and tokens are
-looked up (`byte_tokens`). In others how a token reads may depend on the one before, so a small window
-of recent tokens is decoded together: the text of its first part is out already, that of the rest
-is new. (The idea is text-generation-inference's.)
+A character may be spread over several tokens. In byte-level vocabularies that is all, and tokens
+are looked up (`byte_tokens`). In others how a token reads may depend on the one before, so a small
+window of recent tokens is decoded together: the text of its first part is out already, that of the
+rest is new. (The idea is text-generation-inference's.)
 """
 
 from collections.abc import Sequence

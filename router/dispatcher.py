@@ -14,8 +14,9 @@ in a new room, with the tokens emitted so far. `_replay` alone decides whether, 
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 from random import Random
+
+import msgspec
 
 from common.messages import (
     Abort,
@@ -185,15 +186,16 @@ class Dispatcher:
 
     # ------------------------------------------------------------ what nodes say
 
-    def on_tokens(self, node: Incarnation, output: TokenOutput, now: float) -> None:
-        """Take in new tokens of one room: in order, each once."""
-        found = self._attempt_of(node, output.room)
-        if found is None:
-            return
-        job, attempt = found
-        for speaker, said in in_turn(job, attempt, node, output):
-            if job.attempt is attempt:
-                self._take_in(speaker, said, job, attempt, now)
+    def on_tokens(self, node: Incarnation, outputs: Iterable[TokenOutput], now: float) -> None:
+        """Take in what a step brought for its rooms: each room's tokens in order, each once."""
+        for output in outputs:
+            found = self._attempt_of(node, output.room)
+            if found is None:
+                continue
+            job, attempt = found
+            for speaker, said in in_turn(job, attempt, node, output):
+                if job.attempt is attempt:
+                    self._take_in(speaker, said, job, attempt, now)
         self._serve(now)
 
     def _take_in(
@@ -228,7 +230,9 @@ class Dispatcher:
             self.intake.admission.note_prefilled(self._load.computed(attempt.room), now)
             self._freed = True
         finish = news.finish or job.complete()
-        self._effects.tell_tokens(job, replace(news, finish=finish), now)
+        if finish is not news.finish:
+            news = msgspec.structs.replace(news, finish=finish)
+        self._effects.tell_tokens(job, news, now)
         if finish is None:
             return
         if not node_is_done:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from common.messages import Incarnation, ToNode
 from router.requests import Job, NewTokens, Output
 
@@ -12,8 +14,7 @@ class Send:
     body: ToNode
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(msgspec.Struct, frozen=True):
     """Something for a job's listener."""
 
     job: Job

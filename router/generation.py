@@ -1,70 +1,49 @@
 """A client's request under way: its choices' tokens come in, batches of text go out.
 
-All choices of a request share one mailbox. A node's message for several of them wakes the handler
-once, so that what one step produced leaves in one write.
+Tokens are taken in and handed on where they come, in the turn of the event loop that read them
+from the node: no task is woken for them. What one turn brought for all choices of a request is one
+batch, so that it leaves in one write. The handler's task sleeps until the whole request has ended.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from router.arrivals import Arrival
 from router.detokenizer import Decoder
+from router.errors import ApiError, internal
 from router.prepared import Prepared
 from router.protocol.terms import Terms
 from router.requests import Job, JobAborted, JobFailed, NewTokens, Output
 from router.service import RouterService
 from router.text_stream import Delta, Finish, TextStream, TokenRecord
 
-TOKEN_BYTES = 256
-"""What a token becomes in a stream, about."""
-LOGPROB_BYTES = 96
-"""What each reported logprob adds, about."""
-
-OnUnsent = Callable[[int], None]
-"""Hears how many bytes, about, have piled up since the reader looked last."""
+log = logging.getLogger("router")
 
 
-class _Mailbox:
-    """Outputs of all choices since the reader looked last."""
+class Sink(Protocol):
+    """Where a request's text goes. Called from the event loop, so it must not wait."""
 
-    def __init__(self, on_unsent: OnUnsent | None, *, eager: bool) -> None:
-        self._eager = eager
-        self._on_unsent = on_unsent
-        self._unsent_bytes = 0
-        self._items: list[tuple[int, Output]] = []
-        self._wake = asyncio.Event()
+    eager: bool
+    """Whether it wants text while it comes; else all of a choice at its end will do."""
 
-    def put(self, choice: int, output: Output) -> None:
-        self._items.append((choice, output))
-        if self._on_unsent is not None and isinstance(output, NewTokens):
-            self._unsent_bytes += _stream_bytes(output)
-            self._on_unsent(self._unsent_bytes)
-        if self._eager or not isinstance(output, NewTokens) or output.finish is not None:
-            self._wake.set()
+    def take(self, batch: Sequence[Delta]) -> None:
+        """What is new, in order."""
 
-    async def take(self) -> list[tuple[int, Output]]:
-        await self._wake.wait()
-        self._wake.clear()
-        items, self._items = self._items, []
-        self._unsent_bytes = 0
-        return items
-
-
-def _stream_bytes(output: NewTokens) -> int:
-    logprobs = sum(1 + len(logprob.top) for logprob in output.logprobs or ())
-    return TOKEN_BYTES * len(output.token_ids) + LOGPROB_BYTES * logprobs
+    def end(self) -> None:
+        """Every choice has finished, or the request has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ChoiceListener:
-    mailbox: _Mailbox
+    generation: "Generation"
     choice: int
 
     def deliver(self, output: Output) -> None:
-        self.mailbox.put(self.choice, output)
+        self.generation.put(self.choice, output)
 
 
 @dataclass(slots=True)
@@ -86,14 +65,28 @@ class ChoiceResult:
             self.finish, self.matched, self.message = delta.finish, delta.matched, delta.message
 
 
+class _Collector:
+    """Keeps all choices whole."""
+
+    eager = False
+
+    def __init__(self, num_choices: int) -> None:
+        self.results = [ChoiceResult() for _ in range(num_choices)]
+        self.ended = asyncio.Event()
+
+    def take(self, batch: Sequence[Delta]) -> None:
+        for delta in batch:
+            self.results[delta.choice].add(delta)
+
+    def end(self) -> None:
+        self.ended.set()
+
+
 class Generation:
     """Use as a context: whatever is unfinished when it is left is aborted on the nodes.
 
-    `on_unsent` is given where the answer is streamed.
-
     Raises:
-        ApiError: on entering, when the router takes no more work; from `deltas`, when a choice
-            cannot be finished.
+        ApiError: on entering, when the router takes no more work.
     """
 
     def __init__(
@@ -103,22 +96,27 @@ class Generation:
         arrival: Arrival,
         prepared: Prepared,
         terms: Terms,
-        *,
-        on_unsent: OnUnsent | None = None,
     ) -> None:
         self.prepared = prepared
         self._arrival = arrival
         self._terms = terms
         self._service = service
         self._jobs: list[Job] = []
-        stops = any(choice.text.stops for choice in prepared.choices)
-        self._mailbox = _Mailbox(on_unsent, eager=stops or on_unsent is not None)
         self._texts = [
             TextStream(i, codec, choice.text) for i, choice in enumerate(prepared.choices)
         ]
+        self._unfinished = len(self._texts)
+        self._error: ApiError | None = None
+        self._sink: Sink | None = None
+        self._eager = any(choice.text.stops for choice in prepared.choices)
+        """Whether each token may end a choice."""
+        self._items: list[tuple[int, Output]] = []
+        """Outputs of all choices that were not taken in yet."""
+        self._is_due = False
+        """Whether they will be at the end of this turn."""
 
     def __enter__(self) -> Self:
-        listeners = [_ChoiceListener(self._mailbox, i) for i in range(len(self._texts))]
+        listeners = [_ChoiceListener(self, i) for i in range(len(self._texts))]
         choices = self.prepared.choices
         self._jobs = self._service.submit(self._arrival, self._terms, choices, listeners)
         return self
@@ -129,6 +127,7 @@ class Generation:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._sink = None
         self._service.cancel(self._jobs)
 
     def cancel(self, outcome: str) -> None:
@@ -157,36 +156,79 @@ class Generation:
 
     # ------------------------------------------------------------ output
 
-    async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """What is new, batch by batch, until every choice has finished."""
-        while any(text.finish is None for text in self._texts):
-            batch = [
-                delta
-                for choice, output in await self._mailbox.take()
-                if (delta := self._take(choice, output)) is not None
-            ]
-            if batch:
-                yield batch
+    def is_over(self) -> bool:
+        """Whether nothing more will come."""
+        return not self._unfinished or self._error is not None
+
+    def check(self) -> None:
+        """Once it is over. Raises ApiError when a choice could not be finished."""
+        if self._error is not None:
+            raise self._error
+
+    def pipe(self, sink: Sink) -> None:
+        """From now on text goes there, what has come already at once."""
+        self._sink = sink
+        self._eager = self._eager or sink.eager
+        self._take_in()
 
     async def collect(self) -> list[ChoiceResult]:
-        """Wait for all choices."""
-        results = [ChoiceResult() for _ in self._texts]
-        async for batch in self.deltas():
-            for delta in batch:
-                results[delta.choice].add(delta)
-        return results
+        """Wait for all choices.
 
-    def _take(self, choice: int, output: Output) -> Delta | None:
+        Raises:
+            ApiError: one cannot be finished.
+        """
+        collector = _Collector(len(self._texts))
+        self.pipe(collector)
+        await collector.ended.wait()
+        self.check()
+        return collector.results
+
+    def put(self, choice: int, output: Output) -> None:
+        """An output of a choice; it is taken in at the end of the event loop's turn."""
+        self._items.append((choice, output))
+        if self._is_due:
+            return
+        if self._eager or not isinstance(output, NewTokens) or output.finish is not None:
+            self._is_due = True
+            self._service.turn.put_off(self._take_in)
+
+    def _take_in(self) -> None:
+        self._is_due = False
+        sink = self._sink
+        if sink is None or self.is_over():
+            return
+        items, self._items = self._items, []
+        try:
+            batch = [
+                delta
+                for choice, output in items
+                if (delta := self._delta_of(choice, output)) is not None
+            ]
+            if batch:
+                sink.take(batch)
+        except Exception as error:  # of this request alone: others are served in the same turn
+            log.exception("%s: its output could not be handed on", self._arrival.rid)
+            self._error = self._error or internal(
+                f"the answer could not be written: {type(error).__name__}", "internal_error"
+            )
+        if self.is_over():
+            sink.end()
+
+    def _delta_of(self, choice: int, output: Output) -> Delta | None:
         text = self._texts[choice]
         if text.finish is not None:  # a stop string was found; nodes did not know yet
             return None
         match output:
             case NewTokens():
                 delta = text.feed(output)
-                if delta.finish is not None and output.finish is None:
-                    self._service.cancel([self._jobs[choice]], outcome="stop")
+                if delta.finish is not None:
+                    self._unfinished -= 1
+                    if output.finish is None:
+                        self._service.cancel([self._jobs[choice]], outcome="stop")
                 return delta
             case JobAborted(message):
+                self._unfinished -= 1
                 return text.abort(message)
             case JobFailed(error):
-                raise error
+                self._error = self._error or error
+                return None

@@ -31,7 +31,7 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """A step's tokens with all their logprobs are well below 1 MB; ZMQ drops who sends more."""
 RECEIVE_QUEUE = 1000
 """Messages of one node that may wait here; then they wait at the node."""
-READS_PER_TURN = 256
+READS_PER_TURN = 32
 """After so many messages other tasks get their turn."""
 LINGER_MS = 300
 """How long the last messages may take to leave at shutdown."""
@@ -42,9 +42,19 @@ OnMessage = Callable[[bytes, FromNode], None]
 class NodeLink:
     """Owner of the ROUTER socket. Use from the event loop's thread only."""
 
-    def __init__(self, on_message: OnMessage, tally: Tally, keys: ClusterKeys | None) -> None:
-        """`keys`: only who has the cluster's secret may connect; None lets everybody in."""
+    def __init__(
+        self,
+        on_message: OnMessage,
+        on_turn: Callable[[], None],
+        tally: Tally,
+        keys: ClusterKeys | None,
+    ) -> None:
+        """`on_turn`: all that was there has been read, or other tasks get their turn.
+
+        `keys`: only who has the cluster's secret may connect; None lets everybody in.
+        """
         self._on_message = on_message
+        self._on_turn = on_turn
         self._tally = tally
         self._keys = keys
         self._gate: Gatekeeper | None = None
@@ -115,13 +125,16 @@ class NodeLink:
         self._read_scheduled = False
         if self._loop is None:
             return
-        for _ in range(READS_PER_TURN):
-            try:
-                frames = self._socket.recv_multipart(flags=zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._take(frames)
-        self._read_soon()
+        try:
+            for _ in range(READS_PER_TURN):
+                try:
+                    frames = self._socket.recv_multipart(flags=zmq.NOBLOCK)
+                except zmq.Again:
+                    return
+                self._take(frames)
+            self._read_soon()
+        finally:
+            self._on_turn()
 
     def _take(self, frames: list[bytes]) -> None:
         try:

@@ -5,11 +5,12 @@ Counts that pure parts keep are copied when they are read; a histogram is writte
 
 from collections.abc import Collection, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from common.label_budget import OTHER, LabelBudget
+from router.histogram import LightHistogram
 from router.requests import Job
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -65,6 +66,8 @@ class RouterMetrics:
         self._output_tokens = Counter(
             "pdserve_router_output_tokens", "Tokens emitted.", registry=registry
         )
+        self._tokens_uncounted = 0
+        """Emitted and not in the counter yet: a token must not cost a lock."""
         self._lora_requests = Counter(
             "pdserve_router_lora_requests", "Ended choices.", ["adapter"], registry=registry
         )
@@ -88,7 +91,7 @@ class RouterMetrics:
 
     def on_tokens(self, count: int, waited_s: float, *, first: bool) -> None:
         """Some tokens of a job were accepted after a wait."""
-        self._output_tokens.inc(count)
+        self._tokens_uncounted += count
         if first:
             self._ttft.observe(waited_s)
         elif count:
@@ -127,12 +130,13 @@ class RouterMetrics:
             self._refusals.labels(str(code)).inc()
 
     def text(self) -> bytes:
+        self._output_tokens.inc(self._tokens_uncounted)
+        self._tokens_uncounted = 0
         return generate_latest(self.registry)
 
 
-def _histogram(name: str, help_text: str, registry: CollectorRegistry) -> Histogram:
-    full = f"pdserve_router_{name}_seconds"
-    return Histogram(full, help_text, buckets=_LATENCY, registry=registry)
+def _histogram(name: str, help_text: str, registry: CollectorRegistry) -> LightHistogram:
+    return LightHistogram(f"pdserve_router_{name}_seconds", help_text, _LATENCY, registry)
 
 
 def counter_family(name: str, help_text: str, label: str, counts: Mapping[str, int]) -> Metric:

@@ -9,13 +9,14 @@ from aiohttp import web
 
 from router.adapters import AdapterState, Entry
 from router.arrivals import Arrival
-from router.errors import ApiError, invalid
+from router.errors import invalid
 from router.generation import Generation
 from router.http import HttpLimits, json_response, read_body, request_id
 from router.metrics import RouterMetrics
 from router.prepare import Preparer
 from router.prepared import Prepared
 from router.protocol.body import decode_body
+from router.protocol.chunks import OpenAIChunks
 from router.protocol.requests import (
     ChatRequest,
     CompletionRequest,
@@ -28,7 +29,7 @@ from router.protocol.responses import Bodies, ChatBodies, CompletionBodies, Head
 from router.protocol.terms import Terms
 from router.service import RouterService
 from router.sse import SseStream
-from router.text_stream import TokenRecord
+from router.streaming import stream
 
 R = TypeVar("R", bound=OpenAIRequest)
 
@@ -113,20 +114,17 @@ class OpenAIApi:
         prepared: Prepared,
         make_bodies: Callable[[], Bodies],
     ) -> web.StreamResponse:
-        stream = bool(body.stream)
-        if body.stream_options is not None and not stream:
+        streamed = bool(body.stream)
+        if body.stream_options is not None and not streamed:
             raise invalid("stream_options needs stream", "stream_options")
         headers = {"X-Request-Id": arrival.rid}
         bodies = make_bodies()
-        sse = SseStream(request, self._limits, headers) if stream else None
-        on_unsent = None if sse is None else sse.on_unsent
-        with Generation(
-            self._service, self._codec, arrival, prepared, terms, on_unsent=on_unsent
-        ) as generation:
-            if sse is not None:
+        with Generation(self._service, self._codec, arrival, prepared, terms) as generation:
+            if streamed:
                 with self._metrics.open_streams.track_inprogress():
+                    sse = SseStream(request, self._limits, headers)
                     options = body.stream_options or StreamOptions()
-                    return await _stream(sse, generation, bodies, options)
+                    return await stream(sse, generation, OpenAIChunks(bodies, generation, options))
             results = await generation.collect()
             choices = [bodies.choice(i, result) for i, result in enumerate(results)]
             answer = {**bodies.head.body(bodies.kind, choices), "usage": usage(generation)}
@@ -187,39 +185,3 @@ class OpenAIApi:
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < limit:
             raise invalid(f"tokens must be in [0, {limit})", "tokens")
         return json_response({"prompt": self._codec.decode(body.tokens)})
-
-
-async def _stream(
-    sse: SseStream, generation: Generation, bodies: Bodies, options: StreamOptions
-) -> web.StreamResponse:
-    """Send chunks as they come. A batch of deltas leaves in one write."""
-    begun: set[int] = set()
-    held: dict[int, list[TokenRecord]] = {}
-    running_usage = bool(options.include_usage and options.continuous_usage_stats)
-    try:
-        async for batch in generation.deltas():
-            chunks = []
-            for delta in batch:
-                if not delta.text and delta.finish is None:
-                    # No text yet; its logprobs go with the text that it becomes a part of.
-                    held.setdefault(delta.choice, []).extend(delta.logprobs)
-                    continue
-                if delta.choice in held:
-                    delta.logprobs = [*held.pop(delta.choice), *delta.logprobs]
-                first = delta.choice not in begun
-                begun.add(delta.choice)
-                choice = bodies.chunk_choice(delta, first=first)
-                chunk = bodies.head.body(bodies.chunk_kind, [choice])
-                if running_usage:
-                    chunk["usage"] = usage(generation)
-                chunks.append(chunk)
-            await sse.send(chunks)
-        last = []
-        if options.include_usage:
-            last.append({**bodies.head.body(bodies.chunk_kind, []), "usage": usage(generation)})
-        return await sse.end(last)
-    except ApiError as error:
-        if not sse.begun:
-            raise
-        generation.cancel(error.body()["error"]["code"])
-        return await sse.fail(error)

@@ -112,8 +112,7 @@ class ReplayBound(Enum):
 # ---------------------------------------------------------------- what a listener hears
 
 
-@dataclass(frozen=True, slots=True)
-class NewTokens:
+class NewTokens(msgspec.Struct, frozen=True, gc=False):
     """Tokens in order, each exactly once. `finish` comes with the last ones."""
 
     token_ids: tuple[int, ...]
@@ -123,8 +122,7 @@ class NewTokens:
     """Of prompt tokens 1, 2, ..., where they were asked for: once, with the first tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobAborted:
+class JobAborted(msgspec.Struct, frozen=True, gc=False):
     """Ended on demand: nothing more will come."""
 
     message: str

@@ -50,6 +50,7 @@ from router.protocol.terms import Terms
 from router.request_log import log_end
 from router.requests import Job, Listener, NewTokens
 from router.timer import Timer
+from router.turn import TurnEnd
 
 log = logging.getLogger("router")
 
@@ -84,7 +85,8 @@ class RouterService:
         self.adapter_verbs = AdapterVerbs(
             adapters, registry, dispatcher.jobs, self._desk, adapter_limits, self.dispatch
         )
-        self._link = NodeLink(self._on_message, self._tally, keys)
+        self.turn = TurnEnd()
+        self._link = NodeLink(self._on_message, self.turn.run, self._tally, keys)
         self._admin_timeout_s = admin_timeout_s
         self._clock = clock
         self._cache = CacheWatch(dispatcher.cache, self._send_all)
@@ -286,7 +288,7 @@ class RouterService:
             self._send(Send(source, received.welcome), now)
         if received.body is not None:
             self._on_body(source, received.body, now)
-        self._settle(now)
+        self._carry_out(now)
 
     def _refuse(self, routing_id: bytes, envelope: FromNode, refused: Refused) -> None:
         """Tell it why, and the log once for each node and reason."""
@@ -299,8 +301,7 @@ class RouterService:
     def _on_body(self, source: Incarnation, body: ToRouter, now: float) -> None:
         match body:
             case Tokens(outputs):
-                for output in outputs:
-                    self.dispatcher.on_tokens(source, output, now)
+                self.dispatcher.on_tokens(source, outputs, now)
             case Retracted(room):
                 self.dispatcher.on_retracted(source, room, now)
             case Failed():
@@ -355,7 +356,12 @@ class RouterService:
     # ------------------------------------------------------------ effects
 
     def _settle(self, now: float) -> None:
-        """Carry out what the dispatcher decided, until nothing new comes of it."""
+        """Carry out what the dispatcher decided, and let listeners look at it."""
+        self._carry_out(now)
+        self.turn.run()
+
+    def _carry_out(self, now: float) -> None:
+        """Until nothing new comes of it."""
         while True:
             effects = self.dispatcher.drain()
             if not effects:

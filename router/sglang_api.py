@@ -1,24 +1,24 @@
 """SGLang's /generate and /health_generate."""
 
 import asyncio
-from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from router.arrivals import Arrival
-from router.errors import ApiError, invalid, unavailable
-from router.generation import ChoiceResult, Generation
+from router.errors import invalid, unavailable
+from router.generation import Generation
 from router.http import HttpLimits, json_response, read_body, request_id
 from router.metrics import RouterMetrics
 from router.prepare import Preparer
 from router.prepared import Prepared
 from router.protocol.body import decode_body
 from router.protocol.requests import GenerateRequest, SglangSampling
-from router.protocol.sglang import GenerateBodies
+from router.protocol.sglang import GenerateBodies, GenerateChunks
 from router.protocol.terms import MAX_PRIORITY, Terms
 from router.service import RouterService
 from router.sse import SseStream
+from router.streaming import stream
 
 PROBE = Terms(priority=-MAX_PRIORITY)
 """A health check asks whether the path works, not how long the queue is."""
@@ -77,14 +77,12 @@ class SglangApi:
         )
         single = _is_single(body, prepared)
         headers = {"X-Request-Id": arrival.rid}
-        sse = SseStream(request, self._limits, headers) if body.stream else None
-        on_unsent = None if sse is None else sse.on_unsent
-        with Generation(
-            self._service, self._codec, arrival, prepared, terms, on_unsent=on_unsent
-        ) as generation:
-            if sse is not None:
+        with Generation(self._service, self._codec, arrival, prepared, terms) as generation:
+            if body.stream:
                 with self._metrics.open_streams.track_inprogress():
-                    return await _stream(sse, generation, bodies, rids, single=single)
+                    sse = SseStream(request, self._limits, headers)
+                    chunks = GenerateChunks(bodies, generation, rids, single=single)
+                    return await stream(sse, generation, chunks)
             results = await generation.collect()
             answers = [
                 bodies.body(generation, rids[i], i, result, ended=True)
@@ -109,31 +107,6 @@ class SglangApi:
                 message = f"no token came within {self._health_timeout_s:g} s"
                 raise unavailable(message, "unhealthy") from None
         return json_response({"status": "ok"})
-
-
-async def _stream(
-    sse: SseStream, generation: Generation, bodies: GenerateBodies, rids: list[str], *, single: bool
-) -> web.StreamResponse:
-    """Send each choice's text so far, whenever it has grown."""
-    results = [ChoiceResult() for _ in rids]
-    try:
-        async for batch in generation.deltas():
-            chunks: dict[int, dict[str, Any]] = {}
-            for delta in batch:
-                result = results[delta.choice]
-                result.add(delta)
-                if not delta.text and delta.finish is None:
-                    continue
-                choice, ended = delta.choice, delta.finish is not None
-                chunk = bodies.body(generation, rids[choice], choice, result, ended=ended)
-                chunks[choice] = chunk if single else {**chunk, "index": choice}
-            await sse.send(list(chunks.values()))
-        return await sse.end()
-    except ApiError as error:
-        if not sse.begun:
-            raise
-        generation.cancel(error.body()["error"]["code"])
-        return await sse.fail(error)
 
 
 def _is_single(body: GenerateRequest, prepared: Prepared) -> bool:

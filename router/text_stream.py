@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 from common.messages import StopReason, TokenLogprob
 from router.detokenizer import Decoder, StopMatcher, make_detokenizer
 from router.requests import NewTokens
@@ -37,8 +39,7 @@ class TokenRecord:
     offset: int
 
 
-@dataclass(slots=True)
-class Delta:
+class Delta(msgspec.Struct):
     """What is new of one choice."""
 
     choice: int
@@ -58,10 +59,9 @@ class TextStream:
     def __init__(self, choice: int, codec: Decoder, options: TextOptions) -> None:
         self._choice = choice
         self._options = options
-        self._detokenizer = make_detokenizer(
-            codec, skip_special_tokens=options.skip_special_tokens
-        )
+        self._detokenizer = make_detokenizer(codec, skip_special_tokens=options.skip_special_tokens)
         self._matcher = StopMatcher(options.stops, include=options.include_stop)
+        self._is_plain = not options.stops
         self._decoded = 0
         self.num_tokens = 0
         """Output tokens up to the end that the client sees."""
@@ -70,6 +70,18 @@ class TextStream:
 
     def feed(self, output: NewTokens) -> Delta:
         """Take in new tokens, up to a stop string."""
+        token_ids = output.token_ids
+        scored = output.logprobs is not None or output.prompt_logprobs is not None
+        if self._is_plain and output.finish is None and not scored:
+            # What most steps bring: nothing can end here, and nothing is said of single tokens.
+            feed = self._detokenizer.feed
+            text = feed(token_ids[0]) if len(token_ids) == 1 else "".join(map(feed, token_ids))
+            self.num_tokens += len(token_ids)
+            self._decoded += len(text)
+            return Delta(self._choice, text, token_ids)
+        return self._feed_each(output)
+
+    def _feed_each(self, output: NewTokens) -> Delta:
         delta = Delta(self._choice)
         texts: list[str] = []
         records: list[TokenRecord] = []

@@ -104,9 +104,7 @@ def start_ours(stack: ExitStack, folder: Path, work: Path, step_s: float) -> Tar
     return Target("pdserve", port, router.pid, stamps)
 
 
-def start_peer(
-    stack: ExitStack, python: str, folder: Path, work: Path, step_s: float
-) -> Target:
+def start_peer(stack: ExitStack, python: str, folder: Path, work: Path, step_s: float) -> Target:
     """sglang-router in its PD mode and two stand-in workers."""
     port, prefill, decode = free_port(), free_port(), free_port()
     stamps, log = work / "peer.stamps", work / "peer.log"

@@ -5,6 +5,7 @@ one `Tokens` message a step for all its rooms.
 """
 
 import argparse
+import math
 import time
 from pathlib import Path
 
@@ -124,8 +125,8 @@ def serve(router: str, folder: Path, stamps: Stamps, step_s: float) -> None:
     step = 0
     beat_at = step_at = time.monotonic()
     while True:
-        wait_ms = max(0.0, step_at - time.monotonic()) * 1000
-        poller.poll(wait_ms)
+        wait_s = step_at - time.monotonic()
+        poller.poll(math.ceil(max(0.0, wait_s) * 1000))
         asked = [body for body in prefill.receive() if isinstance(body, Generate)]
         if asked:
             prefill.send(

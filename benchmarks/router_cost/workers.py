@@ -96,7 +96,7 @@ class Worker(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, _exc: Exception | None) -> None:
         if self._streams is not None:
             self._streams.end(self._transport)
 
@@ -139,9 +139,7 @@ def main() -> None:
     parser.add_argument("--stamps", type=Path, required=True)
     parser.add_argument("--step-s", type=float, required=True)
     args = parser.parse_args()
-    work = serve(
-        args.prefill_port, args.decode_port, args.folder, Stamps(args.stamps), args.step_s
-    )
+    work = serve(args.prefill_port, args.decode_port, args.folder, Stamps(args.stamps), args.step_s)
     asyncio.run(work)
 
 

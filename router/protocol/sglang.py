@@ -1,10 +1,12 @@
 """Response bodies of SGLang's /generate."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from router.generation import ChoiceResult, Generation
 from router.protocol.responses import LOWEST_LOGPROB
-from router.text_stream import Finish, TokenRecord
+from router.sse import data_line
+from router.text_stream import Delta, Finish, TokenRecord
 from router.tokens import TextCodec
 
 
@@ -45,6 +47,38 @@ class GenerateBodies:
     def _entry(self, token_id: int, logprob: float) -> list[Any]:
         text = self._codec.decode([token_id]) if self._texts else None
         return [max(logprob, LOWEST_LOGPROB), token_id, text]
+
+
+class GenerateChunks:
+    """A streamed answer: each choice's text so far, whenever it has grown."""
+
+    def __init__(
+        self, bodies: GenerateBodies, generation: Generation, rids: Sequence[str], *, single: bool
+    ) -> None:
+        self._bodies = bodies
+        self._generation = generation
+        self._rids = rids
+        self._single = single
+        self._results = [ChoiceResult() for _ in rids]
+
+    def lines(self, batch: Sequence[Delta]) -> bytes:
+        """Of each choice that has grown, one."""
+        chunks: dict[int, dict[str, Any]] = {}
+        for delta in batch:
+            choice, ended = delta.choice, delta.finish is not None
+            result = self._results[choice]
+            result.add(delta)
+            if not delta.text and not ended:
+                continue
+            chunk = self._bodies.body(
+                self._generation, self._rids[choice], choice, result, ended=ended
+            )
+            chunks[choice] = chunk if self._single else {**chunk, "index": choice}
+        return b"".join(map(data_line, chunks.values()))
+
+    def last(self) -> bytes:
+        """Nothing: the chunks themselves say how much it was."""
+        return b""
 
 
 def _finish_reason(result: ChoiceResult) -> dict[str, Any]:

@@ -301,15 +301,15 @@ async def queued(c: Cluster) -> int:
 
 
 FAST = {"step_s": 0.001, "max_model_len": 10**6, "num_pages": 10**6, "max_running_requests": 64}
-MUCH = {"prompt": IDS, "max_tokens": 490, "n": 16, "logprobs": 20, "stream": True}
+MUCH: dict[str, Any] = {"prompt": IDS, "max_tokens": 490, "n": 32, "logprobs": 20, "stream": True}
 
 
 def test_a_client_that_does_not_read_is_cut_off_and_holds_up_nobody(model_folder: Path) -> None:
     async def scenario(c: Cluster) -> None:
         async with deaf_client(c.url, "/v1/completions", MUCH) as reader:
-            await c.eventually(lambda: len(c.nodes["d1"].rooms) == 16)
+            await c.eventually(lambda: len(c.nodes["d1"].rooms) == MUCH["n"])
             assert (await c.complete(20))["choices"][0]["text"] == c.text(20)
-            await c.eventually(lambda: len(c.nodes["d1"].got(Abort)) == 16, seconds=25)
+            await c.eventually(lambda: len(c.nodes["d1"].got(Abort)) == MUCH["n"], seconds=25)
             assert (await c.complete(20))["choices"][0]["text"] == c.text(20)
             rest = await reader.read()  # what it gets if it reads after all
             assert b'"slow_client"' in rest[-400:]

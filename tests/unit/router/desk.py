@@ -235,7 +235,7 @@ class Desk:
             cached_tokens=cached_tokens,
             prompt_logprobs=prompt_logprobs,
         )
-        self.dispatcher.on_tokens(node, output, self.now)
+        self.dispatcher.on_tokens(node, [output], self.now)
         self.settle()
 
     def retract(self, node: str, room: int) -> None:

@@ -213,8 +213,7 @@ class RealRouter:
         now = self.world.now
         match body:
             case Tokens(outputs):
-                for output in outputs:
-                    self.dispatcher.on_tokens(node, output, now)
+                self.dispatcher.on_tokens(node, outputs, now)
             case Retracted(room):
                 self.dispatcher.on_retracted(node, room, now)
             case Aborted(room):

@@ -28,7 +28,7 @@ from prefill_node.request import PrefillReq
 from prefill_node.scheduler import PrefillScheduler
 from router.dispatcher import Dispatcher
 from router.policies import Pair
-from router.requests import Job
+from router.requests import Attempt, Job
 from tests.unit.scheduler import test_decode, test_drain, test_local_prefill, test_prefill
 from tests.unit.scheduler.real_router import RealRouter
 from tests.unit.scheduler.test_fuzz import run
@@ -146,14 +146,15 @@ def token_emitted_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def router_takes_repeated_tokens(patch: pytest.MonkeyPatch) -> None:
-    original = Dispatcher.on_tokens
+    original = Dispatcher._take_in
 
-    def planted(self: Dispatcher, node: Incarnation, output: TokenOutput, now: float) -> None:
-        found = self._attempts.find(node, output.room)
-        have = output.index if found is None else len(found[0].output_ids)
-        original(self, node, msgspec.structs.replace(output, index=have), now)
+    def planted(
+        self: Dispatcher, node: str, output: TokenOutput, job: Job, attempt: Attempt, now: float
+    ) -> None:
+        again = msgspec.structs.replace(output, index=len(job.output_ids))
+        original(self, node, again, job, attempt, now)
 
-    patch.setattr(Dispatcher, "on_tokens", planted)
+    patch.setattr(Dispatcher, "_take_in", planted)
 
 
 def router_forgets_what_was_emitted(patch: pytest.MonkeyPatch) -> None:
