@@ -16,8 +16,6 @@ from collections import Counter
 from collections.abc import Iterable
 from random import Random
 
-import msgspec
-
 from common.messages import (
     Abort,
     Adapter,
@@ -230,9 +228,7 @@ class Dispatcher:
             self.intake.admission.note_prefilled(self._load.computed(attempt.room), now)
             self._freed = True
         finish = news.finish or job.complete()
-        if finish is not news.finish:
-            news = msgspec.structs.replace(news, finish=finish)
-        self._effects.tell_tokens(job, news, now)
+        self._effects.tell_tokens(job, news.ending(finish), now)
         if finish is None:
             return
         if not node_is_done:

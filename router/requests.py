@@ -121,6 +121,10 @@ class NewTokens(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     """Of prompt tokens 1, 2, ..., where they were asked for: once, with the first tokens."""
 
+    def ending(self, finish: StopReason | None) -> "NewTokens":
+        """The same, as the last ones or not."""
+        return self if finish is self.finish else msgspec.structs.replace(self, finish=finish)
+
 
 class JobAborted(msgspec.Struct, frozen=True, gc=False):
     """Ended on demand: nothing more will come."""
