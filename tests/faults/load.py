@@ -40,11 +40,17 @@ def make_work(
     prompt_tokens: tuple[int, int],
     output_tokens: tuple[int, int],
     adapter: str | None = None,
+    trunk: Sequence[int] = (),
 ) -> list[Work]:
-    """Random prompts with lengths in these (inclusive) ranges, and the oracle's answers."""
+    """Random prompts with lengths in these (inclusive) ranges, and the oracle's answers.
+
+    Each begins with a part of `trunk`, of any length that leaves a token of its own.
+    """
     made = []
     for _ in range(count):
-        prompt = random_prompt(chance, chance.randint(*prompt_tokens))
+        length = chance.randint(*prompt_tokens)
+        shared = list(trunk[: chance.randint(0, min(len(trunk), length - 1))])
+        prompt = shared + random_prompt(chance, length - len(shared))
         answer = oracle.answer(prompt, chance.randint(*output_tokens), adapter)
         made.append(Work(prompt, answer, adapter))
     return made

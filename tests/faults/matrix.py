@@ -42,7 +42,9 @@ NODE_FLAGS = {
 }  # fmt: skip
 """Pools for about four requests, so that some wait for pages; short leases, so that pages of a dead
 prefill node are home in seconds."""
-
+TRUNK_TOKENS = 50
+"""With which all prompts begin: three pages that are computed once and a part of one that is not
+shared. Each cell begins with empty caches, and the rest of every prompt is its own."""
 
 PATIENT = {"max_queue_s": 3600, "max_kv_oversubscription": 1000}
 """Flags of a router that refuses nobody, however slow the machine is."""
@@ -124,9 +126,10 @@ class Arena:
         await self.fleet.ready()
         chance = random.Random(48)
         names = [None, *self._wardrobe.adapters]
+        trunk = random_prompt(chance, TRUNK_TOKENS)
         asked = [
             (
-                random_prompt(chance, chance.randint(100, 400)),
+                trunk + random_prompt(chance, chance.randint(100, 400) - TRUNK_TOKENS),
                 chance.randint(30, 60),
                 names[number // 2 % len(names)],  # through each router
             )

@@ -68,6 +68,8 @@ class Tally:
     errors: list[str] = field(default_factory=list)
     """Requests that nobody aborted and that did not get their whole answer."""
     faults: Counter[str] = field(default_factory=Counter)
+    flushes: int = 0
+    """Times that all caches were emptied."""
     verbs: Counter[str] = field(default_factory=Counter)
     """Loads and unloads that were answered."""
     refusals: list[str] = field(default_factory=list)
@@ -119,7 +121,7 @@ class SoakReport:
             f"wrong texts {len(tally.wrong)}, hung {len(tally.hung)}, "
             f"leaked pages {sum(self.leaked_pages.values())}, "
             f"ended with an error {len(tally.errors)}",
-            "faults: " + _counts(tally.faults),
+            f"faults: {_counts(tally.faults)}; caches emptied {tally.flushes} times",
             "an adapter that came and went: " + _counts(tally.verbs),
             "replays: " + _counts(self.replays),
             *self.memory.lines(),
@@ -295,6 +297,8 @@ class Soak:
         self._tally.faults[f"pause {mode}"] += 1
         async with client(self._fleet.url) as session:
             await _done(session, "/pause_generation", {"mode": mode, "node": name})
+            status, _ = await session.post("/flush_cache")  # refused while requests hold pages
+            self._tally.flushes += status == 200
             await asyncio.sleep(self._chance.uniform(0.2, 3))
             await _done(session, "/continue_generation", {"node": name})
         self._aborting = False

@@ -11,11 +11,15 @@ from tests.faults.matrix import PATIENT
 from tests.faults.soak import Soak, SoakReport, SoakSettings
 from tests.integration.client import client
 from tests.integration.lora_rig import GUEST, Wardrobe, load, make_wardrobe
+from tests.integration.oracle import random_prompt
 from tests.processes import Fleet, fleet
 from tests.tiny_models import make_tiny_model
 
 WORKS_EACH = 12
 """For each adapter and the base model."""
+TRUNK_TOKENS = 90
+"""Prompts begin with as much of it as they like: of these pages caches live, beside whole prompts
+that are asked again."""
 NODE_FLAGS = {
     "num_pages": 60, "chunk_size": 64, "lease_s": 3, "longest_post_s": 1, "peer_timeout_s": 3,
     "max_loras_per_batch": 2, "max_loaded_loras": 2,
@@ -29,7 +33,9 @@ def run_soak(
     """Make the model, its answers and the fleet in `folder`, soak, end everything."""
     model = make_tiny_model("llama", folder / "model")
     wardrobe = make_wardrobe(model, folder / "adapters", with_guest=True)
-    works = wardrobe.works(random.Random(settings.seed), WORKS_EACH, (1, 200), (10, 120))
+    chance = random.Random(settings.seed)
+    trunk = random_prompt(chance, TRUNK_TOKENS)
+    works = wardrobe.works(chance, WORKS_EACH, (1, 200), (10, 120), trunk=trunk)
     with fleet(model, prefill=2, decode=2, node_flags=NODE_FLAGS, router_flags=PATIENT) as running:
         if say is not None:
             say(f"{len(works)} answers known, {len(running.members)} processes ready")

@@ -4,7 +4,7 @@ import random
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,13 @@ class Wardrobe:
         prompt_tokens: tuple[int, int],
         output_tokens: tuple[int, int],
         names: Iterable[str | None] | None = None,
+        trunk: Sequence[int] = (),
     ) -> list[Work]:
-        """`each` for every name (all adapters and the base model if not given), taking turns."""
+        """`each` for every name (all adapters and the base model if not given), taking turns; see
+        `make_work`."""
         wanted = [None, *self.adapters] if names is None else list(names)
         made = [
-            make_work(self._oracle, chance, each, prompt_tokens, output_tokens, name)
+            make_work(self._oracle, chance, each, prompt_tokens, output_tokens, name, trunk)
             for name in wanted
         ]
         return [work for turn in zip(*made, strict=True) for work in turn]
