@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.kv_cache.hashing import PageHashes
+from common.kv_cache.prefix_cache import CachedPage
 from common.messages import (
     Adapter,
     Generate,
@@ -40,6 +42,11 @@ class Req:
     priority: int = 0
     """Lower values come first."""
     pages: list[int] = field(default_factory=list)
+    chain: list[CachedPage] = field(default_factory=list)
+    """Entries of the prefix cache that it holds: those of its first pages. Written, like `pages`,
+    by `KVCacheManager` alone."""
+    hashes: PageHashes | None = None
+    """Of its pages, as far as anybody asked."""
     slot: int | None = None
     started: bool = False
     """The runner knows its slot."""
@@ -128,6 +135,14 @@ class Req:
         """All tokens known: prompt, then outputs."""
         return [*self.prompt_ids, *self.output_ids]
 
+    def tokens(self, start: int, end: int) -> list[int]:
+        """The known tokens at positions `start` to `end`."""
+        split = len(self.prompt_ids)
+        if end <= split:
+            return self.prompt_ids[start:end]
+        outputs = self.output_ids[max(0, start - split) : end - split]
+        return self.prompt_ids[start:] + outputs
+
     def take_init(self) -> SlotInit | None:
         """For its first row here: what the runner has to know of the slot's new owner."""
         if self.started:
@@ -146,7 +161,7 @@ class Req:
         return Row(
             slot=self.slot,
             start=self.num_computed,
-            token_ids=self.context()[self.num_computed : end],
+            token_ids=self.tokens(self.num_computed, end),
             new_pages=tuple(self.pages) if init is not None else (),
             sample_index=len(self.output_ids) if end == self.num_tokens else None,
             init=init,

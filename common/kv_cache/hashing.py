@@ -40,6 +40,31 @@ class PageHashes:
         self._page_size = page_size
         self._hashes: list[bytes] = []
 
+    @property
+    def num_known(self) -> int:
+        """Pages whose hashes are known."""
+        return len(self._hashes)
+
+    def first(self, num_pages: int) -> list[bytes]:
+        """Hashes of the first `num_pages` pages; so many must be known."""
+        assert num_pages <= len(self._hashes), f"{num_pages} of {len(self._hashes)} page hashes"
+        return self._hashes[:num_pages]
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The tokens behind the known pages, as far as they fill pages."""
+        size, hashes = self._page_size, self._hashes
+        num_pages = len(tokens) // size
+        if not num_pages:
+            return
+        data = memoryview(array("i", tokens[: num_pages * size])).cast("B")
+        width = data.nbytes // num_pages
+        last = hashes[-1] if hashes else self._root
+        for start in range(0, data.nbytes, width):
+            state = blake2b(last, digest_size=HASH_BYTES)
+            state.update(data[start : start + width])
+            last = state.digest()
+            hashes.append(last)
+
     def upto(self, num_pages: int, tokens: Sequence[int]) -> list[bytes]:
         """Hashes of the first `num_pages` pages of `tokens`, which may have grown since the last
         call but has not changed.
@@ -47,18 +72,9 @@ class PageHashes:
         Raises:
             IndexError: `tokens` does not fill so many pages.
         """
-        hashes, size = self._hashes, self._page_size
-        known = len(hashes)
-        if num_pages <= known:
-            return hashes[:num_pages]
-        if num_pages * size > len(tokens):
-            raise IndexError(f"{len(tokens)} tokens do not fill {num_pages} pages of {size}")
-        data = memoryview(array("i", tokens[known * size : num_pages * size])).cast("B")
-        width = data.nbytes // (num_pages - known)
-        last = hashes[-1] if hashes else self._root
-        for start in range(0, data.nbytes, width):
-            state = blake2b(last, digest_size=HASH_BYTES)
-            state.update(data[start : start + width])
-            last = state.digest()
-            hashes.append(last)
-        return hashes[:]
+        if num_pages > self.num_known:
+            size = self._page_size
+            if num_pages * size > len(tokens):
+                raise IndexError(f"{len(tokens)} tokens do not fill {num_pages} pages of {size}")
+            self.extend(tokens[self.num_known * size : num_pages * size])
+        return self.first(num_pages)
