@@ -52,6 +52,8 @@ class Req:
     """The runner knows its slot."""
     num_computed: int = 0
     """Positions of its prompt whose KV is in `pages`, while this node computes them."""
+    cached_tokens: int = 0
+    """Prompt tokens that this node did not have to compute; none once the first token has left."""
     prompt_logprobs: list[TokenLogprob] | None = None
     """Of prompt tokens 1, 2, ... as they are computed; None where they were not asked for, or have
     left with the first token."""
@@ -114,6 +116,12 @@ class Req:
         return self.num_tokens - self.num_computed
 
     @property
+    def reads_cache(self) -> bool:
+        """Whether the node that computes its prompt may leave cached tokens out: these have no
+        logits."""
+        return self.sampling.prompt_logprobs is None
+
+    @property
     def max_kv_tokens(self) -> int:
         """Most positions that can ever hold KV: the very last token's is never computed."""
         return len(self.prompt_ids) + self.sampling.max_tokens - 1
@@ -142,6 +150,11 @@ class Req:
             return self.prompt_ids[start:end]
         outputs = self.output_ids[max(0, start - split) : end - split]
         return self.prompt_ids[start:] + outputs
+
+    def start_behind(self, num_cached: int) -> None:
+        """This node computes its prompt; the KV of the first `num_cached` tokens is there."""
+        self.num_computed = num_cached
+        self.cached_tokens = min(num_cached, len(self.prompt_ids))
 
     def take_init(self) -> SlotInit | None:
         """For its first row here: what the runner has to know of the slot's new owner."""
@@ -187,11 +200,13 @@ class Req:
     def newest_output(self, logprob: TokenLogprob | None, *, repeat: bool) -> TokenOutput:
         """The newest token for the router. `repeat`: it was sent before, by the other node."""
         scores, self.prompt_logprobs = self.prompt_logprobs, None
+        cached, self.cached_tokens = self.cached_tokens, 0
         return TokenOutput(
             room=self.room,
             index=len(self.output_ids) - 1,
             token_ids=[self.output_ids[-1]],
             logprobs=None if logprob is None else [logprob],
             finish=None if repeat else self.stop_reason(),
+            cached_tokens=cached,
             prompt_logprobs=scores,
         )

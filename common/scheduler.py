@@ -17,12 +17,14 @@ After dask's `WorkerState` (events -> instructions, no I/O) and vLLM's schedule/
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from functools import lru_cache, partial
 from typing import assert_never, final
 
 from common.drain import Leave
 from common.events import FromPeer, FromRouter, PeerClosed, PeerProbed, RouterLost
 from common.intake import never_fits, not_now
 from common.invariants import check_queues
+from common.kv_cache import hashing
 from common.kv_cache.manager import KVCacheManager
 from common.ledger import Ledger
 from common.lifecycle import Edges, R, ReqQueue, State
@@ -68,11 +70,17 @@ class Scheduler(Role[R]):
 
     def __init__(self, settings: SchedulerSettings, edges: Edges) -> None:
         self.settings = settings
-        self.kv = KVCacheManager(settings.num_pages, settings.page_size)
         self.queues: dict[State, ReqQueue[R]] = {
             state: ReqQueue(state, edges) for state in edges if state is not None
         }
         self.ledger = Ledger()
+        root = partial(hashing.root, settings.fingerprint, settings.weight_version)
+        self.kv = KVCacheManager(
+            settings.num_pages,
+            settings.page_size,
+            lru_cache(maxsize=1024)(root) if settings.prefix_cache else None,
+            self.counters,
+        )
         self._ended: ReqQueue[R] = ReqQueue(State.ENDED, edges)
         self._reqs: dict[Room, R] = {}
         self._rooms_by_rid: dict[tuple[Incarnation, str], Room] = {}
@@ -235,6 +243,8 @@ class Scheduler(Role[R]):
                 self._retract(req)
         elif mode is PauseMode.ABORT:
             self.abort_requests()
+        if mode.empties_node:
+            self.kv.clear_cache()
 
     @final
     def continue_generation(self) -> None:
@@ -245,6 +255,7 @@ class Scheduler(Role[R]):
         holders = sum(1 for req in self._reqs.values() if req.pages)
         if holders or self.kv.num_quarantined:
             return f"{holders} requests hold pages, {self.kv.num_quarantined} are quarantined"
+        self.kv.clear_cache()
         return None
 
     @property
@@ -273,6 +284,9 @@ class Scheduler(Role[R]):
             self._lora.dismiss(for_good=self.leave.may_end(now, is_empty=self.is_empty))
             if self.is_empty:
                 self._say_goodbye()
+        change = self.kv.take_changes()
+        if change is not None:
+            self._outbox.cache_changed(change)
         transfers, messages = self._outbox.drain()
         adapters, answers = self._lora.end_turn(rows)
         batch = Batch(tuple(row for _, row in rows)) if rows else None
@@ -359,6 +373,7 @@ class Scheduler(Role[R]):
             running=len(self.running_batch),
             num_pages=self.kv.num_pages,
             free_pages=self.kv.num_free,
+            cached_pages=self.kv.num_cached,
             quarantined_pages=self.kv.num_quarantined,
             queued_tokens=self._queued_tokens(),
             counters=dict(self.counters),

@@ -28,10 +28,3 @@ class PrefillReq(Req):
     @property
     def remaining(self) -> int:
         return self.num_uncomputed
-
-
-@dataclass(frozen=True, slots=True)
-class EarlyDestination:
-    peer: Incarnation
-    destination: Destination
-    deadline: float

@@ -6,6 +6,7 @@
 
 * `Destination` and `Generate` come in either order; one whose twin never comes expires.
 * All pages of a prompt are taken at once, at admission: no request holds some and waits for more.
+  Of them the first may be cached ones; those that decode lacks are posted there and then.
 * After each chunk its complete pages are posted as one write; the last write carries the first
   token, which also goes straight to the router.
 * A page is freed only when no posted write reads it: `posted` holds the chunks under way, and a
@@ -14,7 +15,7 @@
   will touch decode's pages any more.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import assert_never, cast
 
 from common.chunked_prefill import split_budget
@@ -51,8 +52,9 @@ from common.scheduler import Scheduler
 from common.settings import SchedulerSettings
 from common.tombstones import Ending, Tombstone
 from prefill_node.answers import destination_problem, ending
+from prefill_node.early import EarlyDestinations
 from prefill_node.peers import DecodeLinks
-from prefill_node.request import EarlyDestination, PrefillReq
+from prefill_node.request import PrefillReq
 from prefill_node.writes import next_write
 
 NOT_LINKED = "not linked: shake hands again"
@@ -72,7 +74,7 @@ class PrefillScheduler(Scheduler[PrefillReq]):
         self.inflight_queue = self.queues[State.INFLIGHT]
         self.aborting_queue = self.queues[State.ABORTING]
         self.links = DecodeLinks(settings.fingerprint, page_bytes, self._outbox)
-        self._early: dict[Room, EarlyDestination] = {}
+        self._early = EarlyDestinations(settings.twin_timeout_s)
 
     # ------------------------------------------------------------ new requests
 
@@ -86,7 +88,7 @@ class PrefillScheduler(Scheduler[PrefillReq]):
     def _accept(self, req: PrefillReq) -> None:
         self.bootstrap_queue.take(req)
         self._lora.prefetch(req, self._now)
-        early = self._early.pop(req.room, None)
+        early = self._early.pop(req.room)
         if early is not None:
             self._bind(req, early.peer, early.destination)
 
@@ -163,13 +165,12 @@ class PrefillScheduler(Scheduler[PrefillReq]):
                 self._bind(req, peer, destination)
         elif room in self._tombstones:
             self._repeat_ending(peer, room)
-        elif room not in self._early:
-            deadline = self._now + self.settings.twin_timeout_s
-            self._early[room] = EarlyDestination(peer, destination, deadline)
+        else:
+            self._early.keep(peer, destination, self._now)
 
     def _on_cancel(self, peer: Incarnation, room: Room) -> None:
         """Answer `Drained` as soon as no write into the room's pages is or can be posted."""
-        self._early.pop(room, None)
+        self._early.pop(room)
         req = self._reqs.get(room)
         if req is None:
             stone = self._tombstones.get(room)
@@ -230,8 +231,7 @@ class PrefillScheduler(Scheduler[PrefillReq]):
         if not self.links.remove(peer):
             return
         self.counters["peers_lost"] += 1
-        for room in [r for r, early in self._early.items() if early.peer == peer]:
-            del self._early[room]
+        self._early.forget(peer)
         for req in self.unfinished():
             if req.peer == peer:
                 self._fail(req, FailureKind.PEER_LOST, why)
@@ -244,6 +244,7 @@ class PrefillScheduler(Scheduler[PrefillReq]):
     def _select(self) -> list[tuple[PrefillReq, Row]]:
         self._admit()
         reqs = self.prefilling.snapshot()
+        self._reuse_cached(reqs)
         shares = split_budget([req.remaining for req in reqs], self.settings.chunk_size)
         rows = []
         for req, share in zip(reqs, shares, strict=True):
@@ -252,15 +253,27 @@ class PrefillScheduler(Scheduler[PrefillReq]):
                 rows.append((req, req.next_chunk(share, lora_slot)))
         return rows
 
+    def _reuse_cached(self, reqs: Sequence[PrefillReq]) -> None:
+        """For those whose turn has come: begin behind what is cached by now, which may be more than
+        at admission. What decode lacks of it is posted there and then."""
+        ahead = 0
+        for req in reqs:
+            if ahead >= self.settings.chunk_size:
+                return
+            if not req.started and req.reads_cache:
+                req.start_behind(self.kv.extend_hit(req))
+                self._post(req, len(req.chain), None)
+            ahead += req.num_uncomputed
+
     def _admit(self) -> None:
-        """In rank order; one that does not fit holds back those behind it: it cannot starve. One
-        that waits for its adapter is passed over."""
+        """In rank order; one that does not fit holds back those behind it, so that it cannot
+        starve. One that waits for its adapter is passed over."""
         for req in self.waiting_queue.snapshot():
             if not self._slots.any_free:
                 return
             if not (self._lora.admit(req) and self._lora.ready(req)):
                 continue
-            if self.kv.grow(req, req.num_tokens) is None:
+            if self.kv.admit(req, req.num_tokens, reuse=req.reads_cache) is None:
                 return
             self._slots.give(req)
             self.prefilling.take(req)
@@ -269,6 +282,7 @@ class PrefillScheduler(Scheduler[PrefillReq]):
 
     def _on_computed(self, req: PrefillReq, row: Row, sample: Sample | None) -> None:
         req.num_computed += len(row.token_ids)
+        self.kv.publish(req, req.num_computed)
         if sample is None:
             self._post(req, req.num_computed // self.settings.page_size, None)
             return
@@ -360,13 +374,11 @@ class PrefillScheduler(Scheduler[PrefillReq]):
         self._retire(req, stone)
 
     def _expire(self) -> None:
-        for room, early in list(self._early.items()):
-            if early.deadline <= self._now:
-                del self._early[room]
-                message = "no request came for this destination"
-                stone = Tombstone(Ending.FAILED, kind=FailureKind.EXPIRED, message=message)
-                self._tombstones.add(room, stone, self._now)
-                self._repeat_ending(early.peer, room)
+        for early in self._early.take_expired(self._now):
+            room, message = early.destination.room, "no request came for this destination"
+            stone = Tombstone(Ending.FAILED, kind=FailureKind.EXPIRED, message=message)
+            self._tombstones.add(room, stone, self._now)
+            self._repeat_ending(early.peer, room)
         for req in self.bootstrap_queue.snapshot():
             if req.twin_deadline <= self._now:
                 self._fail(req, FailureKind.EXPIRED, "no destination came from decode")
@@ -382,6 +394,6 @@ class PrefillScheduler(Scheduler[PrefillReq]):
                 raise AssertionError(f"{req.rid} has writes under way and no pages")
             if req in self.aborting_queue and not req.posted:
                 raise AssertionError(f"{req.rid} waits for a write that is not posted")
-        both = self._early.keys() & self._reqs.keys()
+        both = self._reqs.keys() & self._early.rooms
         if both:
             raise AssertionError(f"destinations of {both} were not bound")

@@ -21,8 +21,8 @@ from common.messages import Incarnation, Room
 from common.plan import CacheChanged
 from common.request import Req
 
-RootOf = Callable[[Req], bytes]
-"""Where the page hashes of a request begin: `hashing.root` of its model, weights and adapter."""
+RootOf = Callable[[str], bytes]
+"""Adapter digest -> where the page hashes of its requests begin: `hashing.root` of this node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,19 @@ class KVCacheManager:
             self._counters["cache_hit_tokens"] += num_hit
         return num_hit
 
+    def extend_hit(self, req: Req) -> int:
+        """Look again, before anything of `req` is computed: pages cached since then replace its
+        own. Returns how many tokens' KV is there by now."""
+        first = len(req.chain)
+        intact = not first or req.chain[-1].is_known
+        more = self._match(req)[first:] if intact else []
+        self._cache.hold(more)
+        self._pool.free(req.pages[first : first + len(more)])
+        req.pages[first : first + len(more)] = [entry.page for entry in more]
+        req.chain += more
+        self._counters["cache_hit_tokens"] += len(more) * self.page_size
+        return len(req.chain) * self.page_size
+
     def grow(self, req: Req, num_tokens: int) -> list[int] | None:
         """Give `req` room for `num_tokens` positions in one step, or change nothing.
 
@@ -151,7 +164,7 @@ class KVCacheManager:
     def _hashes(self, req: Req, num_pages: int) -> list[bytes]:
         if req.hashes is None:
             assert self._root_of is not None
-            req.hashes = PageHashes(self._root_of(req), self.page_size)
+            req.hashes = PageHashes(self._root_of(req.adapter_digest), self.page_size)
         known = req.hashes.num_known
         if known < num_pages:
             size = self.page_size

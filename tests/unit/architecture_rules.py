@@ -52,6 +52,7 @@ PURE = (
     "common/tombstones.py", "common/kv_cache/page_pool.py", "common/kv_cache/manager.py",
     "common/kv_cache/prefix_cache.py", "common/kv_cache/hashing.py", "decode_node/prefill_side.py",
     "decode_node/local_prefill.py", "common/chunked_prefill.py", "router/local_prefill.py",
+    "prefill_node/early.py",
     "*/scheduler.py", "*/admission.py", "*/peers.py", "*_node/request.py",
     "router/dispatcher.py", "router/intake.py", "router/placement.py", "router/load.py",
     "router/rates.py", "router/waiting.py", "router/replay.py", "router/attempts.py",

@@ -108,7 +108,7 @@ class Disk:
 
 def make() -> tuple[EventLoop, Recorder, PrefillScheduler]:
     recorder = Recorder()
-    scheduler = PrefillScheduler(settings("p", 24), PAGE_BYTES)
+    scheduler = PrefillScheduler(settings("p", 24, prefix_cache=False), PAGE_BYTES)
     loop = EventLoop(scheduler, recorder, recorder, recorder.disk, recorder, clock=lambda: 0.0)
     recorder.inbox.append(FromPeer("d", 1, HELLO))
     recorder.facts.append(PeerAdded("d"))

@@ -26,7 +26,15 @@ class Race:
     """A cluster in which adapter a is loaded, used and unloaded again and again, beside others."""
 
     def __init__(self) -> None:
-        self.world = World(11, pages=60, max_loras_per_batch=2, max_loaded_loras=2, chunk_size=4)
+        # Without a prefix cache: a prompt that was seen before would enter and end in one turn.
+        self.world = World(
+            11,
+            pages=60,
+            max_loras_per_batch=2,
+            max_loaded_loras=2,
+            chunk_size=4,
+            prefix_cache=False,
+        )
         for node in self.world.nodes.values():
             node.loader.slowest_s = 0.1
         self.b = self.world.adapters.load("b")

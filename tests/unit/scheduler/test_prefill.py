@@ -152,7 +152,7 @@ def test_failed_is_said_only_after_the_sibling_write_has_ended() -> None:
 
 
 def test_attempt_two_is_not_touched_by_attempt_ones_event() -> None:
-    node = prefill()
+    node = prefill(prefix_cache=False)
     for attempt in (1, 2):
         node.router(generate(attempt, rid="same", attempt=attempt))
         node.peer(destination(attempt), "d")
