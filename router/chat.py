@@ -56,7 +56,9 @@ class ChatPreparer:
             knobs, request.include_stop_str_in_output, request.skip_special_tokens
         )
         style = Style("messages", None)
-        return Prepared(self._settler.choices([ids], adapters, knobs, options, style), 1)
+        choices = self._settler.choices([ids], adapters, knobs, options, style)
+        self._settler.check_scores(choices, knobs, streamed=request.stream)
+        return Prepared(choices, 1, num_kept=knobs.num_kept)
 
     async def ids(
         self,

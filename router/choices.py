@@ -1,5 +1,6 @@
 """From checked wishes to choices: how many, how long, drawn with which seed; shared by all APIs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -13,6 +14,9 @@ from router.prepared import ChoiceSpec
 from router.protocol.knobs import Bounds, Knobs, sampling_params, stops
 from router.text_stream import TextOptions
 from router.tokens import ModelInfo
+
+SCORE_BYTES = 128
+"""What a prompt token's logprob becomes in a stream, at most about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,8 @@ class ChoiceSettler:
         self._registry = registry
         self._random = random
         self._max_choices = config.max_choices
+        self._max_scores = config.max_prompt_logprobs
+        self._max_streamed_scores = config.max_unsent_bytes // SCORE_BYTES
         self.bounds = Bounds(
             vocab_size=info.vocab_size,
             eos_token_ids=info.eos_token_ids,
@@ -55,7 +61,7 @@ class ChoiceSettler:
         options: TextOptions,
         style: Style,
     ) -> tuple[ChoiceSpec, ...]:
-        n = knobs.n or 1
+        n = knobs.num_drawn
         self.check_count(len(prompts) * n)
         specs: list[ChoiceSpec] = []
         for prompt, adapter in zip(prompts, adapters, strict=True):
@@ -72,6 +78,19 @@ class ChoiceSettler:
         if count > self._max_choices:
             message = f"prompts times n must not exceed {self._max_choices}, not {count}"
             raise invalid(message, "n")
+
+    def check_scores(
+        self, choices: Sequence[ChoiceSpec], knobs: Knobs, *, streamed: bool | None
+    ) -> None:
+        """One request may ask for only so many logprobs of prompts' tokens, and for fewer if they are
+        streamed: they come at once, and must not look like a client that does not read."""
+        most = min(self._max_scores, self._max_streamed_scores) if streamed else self._max_scores
+        count = sum(choice.num_scores for choice in choices)
+        if count > most:
+            name = knobs.name("prompt_logprobs")
+            how = "can be streamed" if streamed else "one request may ask for"
+            message = f"{count} logprobs of prompt tokens are more than the {most} that {how}"
+            raise invalid(f"{name}: {message}", name, "too_large")
 
     def _settle_max_tokens(self, prompt_tokens: int, knobs: Knobs, style: Style) -> int:
         """The request's `max_tokens`: what was asked if it fits, else the API's default."""
@@ -101,7 +120,11 @@ class ChoiceSettler:
 
 
 def text_options(
-    knobs: Knobs, include_stop: bool | None, skip_special_tokens: bool | None
+    knobs: Knobs,
+    include_stop: bool | None,
+    skip_special_tokens: bool | None,
+    *,
+    prompt_only: bool = False,
 ) -> TextOptions:
     """How the choices of a request become text."""
     return TextOptions(
@@ -109,4 +132,5 @@ def text_options(
         include_stop=bool(include_stop),
         skip_special_tokens=skip_special_tokens is not False,
         min_tokens=knobs.min_tokens or 0,
+        prompt_only=prompt_only,
     )

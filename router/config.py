@@ -41,6 +41,7 @@ _NOT_NEGATIVE = (
     "max_replays_after_fault",
     "max_replays_after_refusal",
     "max_logprobs",
+    "max_prompt_logprobs",
 )
 
 
@@ -91,6 +92,9 @@ class RouterConfig:
     """Largest request body; more is answered 413."""
     max_logprobs: int = 20
     """Largest number of alternatives reported per token."""
+    max_prompt_logprobs: int = 262_144
+    """Logprobs of prompt tokens that one request may ask for, alternatives and all its choices
+    included; 262144 take 6 MB on the wire and 20 MB as JSON."""
     node_timeout_s: float = 3.0
     """Silence after which a node is given up and its requests are replayed elsewhere."""
     heartbeat_s: float = 0.5

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
+from common.messages import TokenLogprob
 from router.arrivals import Arrival
 from router.detokenizer import Decoder
 from router.errors import ApiError, internal
@@ -53,6 +54,7 @@ class ChoiceResult:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenRecord] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprob] = ()
     finish: Finish = Finish.STOP
     matched: str | int | None = None
     message: str = ""
@@ -61,6 +63,8 @@ class ChoiceResult:
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
         if delta.finish is not None:
             self.finish, self.matched, self.message = delta.finish, delta.matched, delta.message
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -16,6 +17,8 @@ from router.metrics import RouterMetrics
 
 log = logging.getLogger("router.http")
 
+INLINE_ENTRIES = 4096
+"""Of a body; these take some milliseconds."""
 CLIENT_LEFT = 499
 """Counted for a client that left before its answer was whole; nginx's number."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
@@ -28,6 +31,14 @@ def json_response(
     return web.Response(
         body=_encode(body), status=status, content_type="application/json", headers=headers
     )
+
+
+async def make_body(build: Callable[[], Any], num_entries: int) -> Any:
+    """What `build` returns, ready for `json_response`. With many entries it is built and encoded in
+    a thread, so that other requests go on meanwhile."""
+    if num_entries <= INLINE_ENTRIES:
+        return build()
+    return msgspec.Raw(await asyncio.to_thread(lambda: _encode(build())))
 
 
 def error_response(error: ApiError) -> web.Response:

@@ -1,17 +1,19 @@
 """OpenAI's endpoints: completions, chat completions, models; and vLLM's tokenize, detokenize."""
 
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from router.adapters import AdapterState, Entry
 from router.arrivals import Arrival
+from router.best_of import best_of
 from router.errors import invalid
-from router.generation import Generation
-from router.http import HttpLimits, json_response, read_body, request_id
+from router.generation import ChoiceResult, Generation
+from router.http import HttpLimits, json_response, make_body, read_body, request_id
 from router.metrics import RouterMetrics
 from router.prepare import Preparer
 from router.prepared import Prepared
@@ -76,7 +78,7 @@ class OpenAIApi:
 
             def bodies() -> Bodies:
                 head = self._head(f"cmpl-{arrival.rid}", body.model)
-                return CompletionBodies(head, self._codec, prepared.prompt_texts, prepared.n)
+                return CompletionBodies(head, self._codec, body, prepared)
 
             return await self._answer(request, body, arrival, terms, prepared, bodies)
 
@@ -86,7 +88,8 @@ class OpenAIApi:
             prepared = await self._preparer.chat(body)
 
             def bodies() -> Bodies:
-                return ChatBodies(self._head(f"chatcmpl-{arrival.rid}", body.model), self._codec)
+                head = self._head(f"chatcmpl-{arrival.rid}", body.model)
+                return ChatBodies(head, self._codec, body, prepared)
 
             return await self._answer(request, body, arrival, terms, prepared, bodies)
 
@@ -126,9 +129,10 @@ class OpenAIApi:
                     options = body.stream_options or StreamOptions()
                     return await stream(sse, generation, OpenAIChunks(bodies, generation, options))
             results = await generation.collect()
-            choices = [bodies.choice(i, result) for i, result in enumerate(results)]
-            answer = {**bodies.head.body(bodies.kind, choices), "usage": usage(generation)}
-            return json_response(answer, headers=headers)
+            if prepared.num_kept is not None:
+                results = best_of(results, prepared.n, prepared.num_kept)
+            build = partial(_whole, bodies, results, usage(generation))
+            return json_response(await make_body(build, prepared.num_scores), headers=headers)
 
     # ------------------------------------------------------------ models
 
@@ -185,3 +189,9 @@ class OpenAIApi:
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < limit:
             raise invalid(f"tokens must be in [0, {limit})", "tokens")
         return json_response({"prompt": self._codec.decode(body.tokens)})
+
+
+def _whole(bodies: Bodies, results: Sequence[ChoiceResult], used: dict[str, Any]) -> dict[str, Any]:
+    """An answer that is not streamed."""
+    choices = [bodies.choice(i, result) for i, result in enumerate(results)]
+    return {**bodies.head.body(bodies.kind, choices), **bodies.extras(results), "usage": used}

@@ -22,6 +22,7 @@ from router.protocol.requests import (
     SglangSampling,
     refuse_unsupported,
 )
+from router.protocol.sglang_wishes import each, logprob_wishes
 from router.tokens import ModelInfo, TextCodec
 
 COMPLETION_MAX_TOKENS = 16
@@ -65,11 +66,7 @@ class Preparer:
         """
         self.names.entry(request.model)
         refuse_unsupported(request)
-        if request.echo and request.logprobs is not None:
-            raise invalid("echo with logprobs is not supported yet", "echo", "unsupported")
-        knobs = request.knobs(
-            max_tokens=request.max_tokens, logprobs=request.logprobs, max_name="max_tokens"
-        )
+        knobs = request.completion_knobs()
         check(knobs, self._settler.bounds)
         knobs = await with_grammar(knobs, request.grammar_wish(), self._grammars)
         special = request.add_special_tokens is not False
@@ -79,11 +76,15 @@ class Preparer:
             texts = tuple(self._texts(request.prompt, prompts))
         style = Style("prompt", COMPLETION_MAX_TOKENS)
         options = text_options(
-            knobs, request.include_stop_str_in_output, request.skip_special_tokens
+            knobs,
+            request.include_stop_str_in_output,
+            request.skip_special_tokens,
+            prompt_only=request.prompt_only,
         )
         adapters = self.names.adapters_of(request.model, request.lora_path, len(prompts))
         choices = self._settler.choices(prompts, adapters, knobs, options, style)
-        return Prepared(choices, len(prompts), texts)
+        self._settler.check_scores(choices, knobs, streamed=request.stream)
+        return Prepared(choices, len(prompts), texts, knobs.num_kept)
 
     async def chat(self, request: ChatRequest) -> Prepared:
         """Check /v1/chat/completions.
@@ -102,9 +103,6 @@ class Preparer:
         for field in ("image_data", "input_embeds", "token_ids_logprob"):
             if getattr(request, field) not in (None, "", []):
                 raise invalid(f"{field} is not supported yet", field, "unsupported")
-        if request.return_logprob and request.logprob_start_len not in (None, -1):
-            name = "logprob_start_len"
-            raise invalid("logprobs of the prompt are not supported yet", name, "unsupported")
         if (request.text is None) == (request.input_ids is None):
             raise invalid("give either text or input_ids", "text")
         if request.text is not None:
@@ -112,19 +110,23 @@ class Preparer:
         else:
             prompts = await self._prompts(list(request.input_ids or ()), "input_ids", special=True)
         adapters = self.names.adapters_of(None, request.lora_path, len(prompts))
-        wishes = _per_prompt(request.sampling_params, len(prompts))
-        logprobs = (request.top_logprobs_num or 0) if request.return_logprob else None
+        count = len(prompts)
+        wishes = each(request.sampling_params, count, "sampling_params", SglangSampling())
+        told = logprob_wishes(request, [len(prompt) for prompt in prompts])
         style = Style("text" if request.text is not None else "input_ids", SGLANG_MAX_TOKENS)
         choices: list[ChoiceSpec] = []
-        for prompt, adapter, wish in zip(prompts, adapters, wishes, strict=True):
-            knobs = wish.knobs(logprobs)
+        for prompt, adapter, wish, tell in zip(prompts, adapters, wishes, told, strict=True):
+            knobs = wish.knobs(tell.logprobs, tell.prompt_logprobs)
             if (knobs.n or 1) != (wishes[0].n or 1):
                 raise invalid("n must be the same for all prompts", "sampling_params.n")
             check(knobs, self._settler.bounds)
             knobs = await with_grammar(knobs, wish.grammar_wish(), self._grammars)
-            options = text_options(knobs, wish.no_stop_trim, wish.skip_special_tokens)
+            options = text_options(
+                knobs, wish.no_stop_trim, wish.skip_special_tokens, prompt_only=wish.prompt_only
+            )
             choices += self._settler.choices([prompt], [adapter], knobs, options, style)
         self._settler.check_count(len(choices))
+        self._settler.check_scores(choices, knobs, streamed=request.stream)
         return Prepared(tuple(choices), len(prompts))
 
     # ------------------------------------------------------------ prompts
@@ -172,14 +174,3 @@ class Preparer:
             item if isinstance(item, str) else self.codec.decode(ids)
             for item, ids in zip(given, prompts, strict=False)
         ]
-
-
-def _per_prompt(
-    wishes: SglangSampling | list[SglangSampling] | None, count: int
-) -> list[SglangSampling]:
-    if not isinstance(wishes, list):
-        return [wishes or SglangSampling()] * count
-    if len(wishes) != count:
-        message = f"sampling_params: {len(wishes)} given for {count} prompts"
-        raise invalid(message, "sampling_params")
-    return wishes

@@ -16,6 +16,12 @@ class ChoiceSpec:
     adapter: Adapter | None = None
     """None: the base model."""
 
+    @property
+    def num_scores(self) -> int:
+        """Logprobs of prompt tokens that its answer holds, alternatives included."""
+        wish = self.sampling.prompt_logprobs
+        return 0 if wish is None else len(self.prompt_ids) * (1 + wish)
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -25,10 +31,18 @@ class Prepared:
     num_prompts: int
     prompt_texts: tuple[str, ...] = ()
     """Of each prompt, where it is to be echoed."""
+    num_kept: int | None = None
+    """The best so many choices of each prompt are the answer; None where all are."""
 
     @property
     def n(self) -> int:
+        """Choices that are drawn for a prompt."""
         return len(self.choices) // self.num_prompts
+
+    @property
+    def num_scores(self) -> int:
+        """Logprobs of prompt tokens that the answer holds."""
+        return sum(choice.num_scores for choice in self.choices)
 
     @property
     def prompt_tokens(self) -> int:

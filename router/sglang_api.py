@@ -1,6 +1,7 @@
 """SGLang's /generate and /health_generate."""
 
 import asyncio
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -8,13 +9,14 @@ from aiohttp import web
 from router.arrivals import Arrival
 from router.errors import invalid, unavailable
 from router.generation import Generation
-from router.http import HttpLimits, json_response, read_body, request_id
+from router.http import HttpLimits, json_response, make_body, read_body, request_id
 from router.metrics import RouterMetrics
 from router.prepare import Preparer
 from router.prepared import Prepared
 from router.protocol.body import decode_body
 from router.protocol.requests import GenerateRequest, SglangSampling
 from router.protocol.sglang import GenerateBodies, GenerateChunks
+from router.protocol.sglang_wishes import logprob_wishes
 from router.protocol.terms import MAX_PRIORITY, Terms
 from router.service import RouterService
 from router.sse import SseStream
@@ -69,10 +71,11 @@ class SglangApi:
         prepared: Prepared,
     ) -> web.StreamResponse:
         rids = _rids(arrival.rid, body.rid, prepared)
+        lengths = [len(choice.prompt_ids) for choice in prepared.choices[:: prepared.n]]
         bodies = GenerateBodies(
             self._codec,
-            logprobs=bool(body.return_logprob),
-            top=bool(body.top_logprobs_num),
+            prepared,
+            logprob_wishes(body, lengths),
             logprob_texts=bool(body.return_text_in_logprobs),
         )
         single = _is_single(body, prepared)
@@ -84,11 +87,15 @@ class SglangApi:
                     chunks = GenerateChunks(bodies, generation, rids, single=single)
                     return await stream(sse, generation, chunks)
             results = await generation.collect()
-            answers = [
-                bodies.body(generation, rids[i], i, result, ended=True)
-                for i, result in enumerate(results)
-            ]
-            return json_response(answers[0] if single else answers, headers=headers)
+
+            def build() -> Any:
+                answers = [
+                    bodies.body(generation, rids[i], i, result, ended=True)
+                    for i, result in enumerate(results)
+                ]
+                return answers[0] if single else answers
+
+            return json_response(await make_body(build, prepared.num_scores), headers=headers)
 
     async def health_generate(self, request: web.Request) -> web.Response:
         """One token over the very path that requests take."""

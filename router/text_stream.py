@@ -28,6 +28,8 @@ class TextOptions:
     skip_special_tokens: bool = True
     min_tokens: int = 0
     """Stop strings do not count before."""
+    prompt_only: bool = False
+    """Only the prompt is asked about: the token that nodes must draw is no part of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class Delta(msgspec.Struct):
     text: str = ""
     token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenRecord] = ()
+    prompt_logprobs: Sequence[TokenLogprob] | None = None
+    """Of prompt tokens 1, 2, ..., in the first delta of a choice that asked for them."""
     finish: Finish | None = None
     matched: str | int | None = None
     """The stop string or the stop token that ended it."""
@@ -82,7 +86,10 @@ class TextStream:
         return self._feed_each(output)
 
     def _feed_each(self, output: NewTokens) -> Delta:
-        delta = Delta(self._choice)
+        delta = Delta(self._choice, prompt_logprobs=output.prompt_logprobs)
+        if self._options.prompt_only:
+            self.finish = delta.finish = Finish.LENGTH
+            return delta
         texts: list[str] = []
         records: list[TokenRecord] = []
         taken = 0

@@ -83,6 +83,16 @@ def expected_tokens(prompt_ids: Sequence[int], count: int, digest: str = "") -> 
     return [expected_token(prompt_ids, i, digest) for i in range(count)]
 
 
+def expected_prompt_logprobs(prompt_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
+    """What every stand-in says of a prompt: less probable with its place and its id."""
+    return [
+        TokenLogprob(
+            -position - token / 1000, tuple((token + i, -float(i)) for i in range(num_top)), num_top
+        )
+        for position, token in enumerate(prompt_ids[1:], 1)
+    ]
+
+
 @dataclass
 class _Room:
     generate: Generate
@@ -336,6 +346,9 @@ class StandIn:
             del self.rooms[generate.room]
         if first and finish is not None and not prefill:
             return []  # prefill has told the router, and this node on the side channel
+        scores = None
+        if first and prefill and sampling.prompt_logprobs is not None:
+            scores = expected_prompt_logprobs(generate.prompt_ids, sampling.prompt_logprobs)
         cached = 8 if prefill and len(generate.prompt_ids) > 8 else 0
         return [
             TokenOutput(
@@ -345,5 +358,6 @@ class StandIn:
                 logprobs=logprobs,
                 finish=finish,
                 cached_tokens=cached,
+                prompt_logprobs=scores,
             )
         ]

@@ -47,6 +47,8 @@ class OpenAIChunks:
 
     def _line(self, delta: Delta) -> bytes:
         choice = delta.choice
+        if delta.prompt_logprobs is not None:
+            return self._any_line(delta)
         if delta.finish is None and not delta.logprobs:
             if not delta.text:
                 return b""

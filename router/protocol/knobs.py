@@ -29,15 +29,28 @@ class Knobs:
     frequency_penalty: float | None = None
     logit_bias: Mapping[str, float] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool | None = None
     n: int | None = None
+    best_of: int | None = None
     grammar: Grammar | None = None
     """Checked: nodes can compile it."""
     names: Mapping[str, str] = field(default_factory=dict)
     """What this API calls a field, where it differs."""
+
+    @property
+    def num_drawn(self) -> int:
+        """Choices to be drawn for a prompt."""
+        return self.best_of or self.n or 1
+
+    @property
+    def num_kept(self) -> int | None:
+        """The best so many of them are the answer; None where that is all."""
+        n = self.n or 1
+        return n if n < self.num_drawn else None
 
     def name(self, knob: str) -> str:
         return self.names.get(knob, knob)
@@ -98,7 +111,9 @@ def check(knobs: Knobs, bounds: Bounds) -> None:
             name = knobs.name(knob)
             raise invalid(f"{name} must be {allowed}, not {value}", name)
     _check_within(knobs, "n", 1, bounds.max_n)
+    _check_within(knobs, "best_of", knobs.n or 1, bounds.max_n)
     _check_within(knobs, "logprobs", 0, bounds.max_logprobs)
+    _check_within(knobs, "prompt_logprobs", 0, bounds.max_logprobs)
     _check_order(knobs)
     for token_id in knobs.stop_token_ids or ():
         if not 0 <= token_id < bounds.vocab_size:
@@ -118,6 +133,9 @@ def sampling_params(
     ends = set(knobs.stop_token_ids or ())
     if not knobs.ignore_eos or knobs.grammar is not None:
         ends |= set(bounds.eos_token_ids)
+    logprobs = knobs.logprobs
+    if logprobs is None and knobs.num_kept is not None:
+        logprobs = 0  # the best are chosen by it
     seed = random.getrandbits(63) if knobs.seed is None else knobs.seed & _SEED_MASK
     return SamplingParams(
         max_tokens=max_tokens,
@@ -130,7 +148,8 @@ def sampling_params(
         presence_penalty=_first(knobs.presence_penalty, None, 0.0),
         frequency_penalty=_first(knobs.frequency_penalty, None, 0.0),
         logit_bias=_logit_bias(knobs, bounds),
-        logprobs=knobs.logprobs,
+        logprobs=logprobs,
+        prompt_logprobs=knobs.prompt_logprobs,
         min_tokens=knobs.min_tokens or 0,
         stop_token_ids=tuple(sorted(ends)),
         grammar=knobs.grammar,

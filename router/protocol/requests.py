@@ -4,6 +4,7 @@ Fields that would change the answer but are not done yet are listed, so that the
 instead of being overlooked (`refuse_unsupported`).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -66,7 +67,9 @@ class OpenAIRequest(GuidedFields, kw_only=True):
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
+            prompt_logprobs=self.prompt_logprobs,
             n=self.n,
+            best_of=self.best_of,
             names={"max_tokens": max_name},
         )
 
@@ -79,6 +82,22 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     logprobs: int | None = None
     add_special_tokens: bool | None = None
     suffix: Any = None
+
+    @property
+    def prompt_only(self) -> bool:
+        """The prompt is to be echoed, with its logprobs perhaps, and nothing generated."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def completion_knobs(self) -> Knobs:
+        """The sampling wishes. An echo with logprobs has the prompt's, too."""
+        max_tokens = 1 if self.prompt_only else self.max_tokens
+        knobs = self.knobs(max_tokens=max_tokens, logprobs=self.logprobs, max_name="max_tokens")
+        if not self.echo or self.logprobs is None or self.logprobs < 0:
+            return knobs
+        names = {**knobs.names, "prompt_logprobs": "logprobs"}
+        if self.prompt_logprobs is not None and self.prompt_logprobs >= self.logprobs:
+            return knobs
+        return replace(knobs, prompt_logprobs=self.logprobs, names=names)
 
 
 class TextPart(msgspec.Struct):
@@ -117,7 +136,6 @@ _UNSUPPORTED = (
     "functions",
     "continue_final_message",
     "chat_template",
-    "prompt_logprobs",
 )
 
 
@@ -129,11 +147,12 @@ def refuse_unsupported(request: OpenAIRequest) -> None:
     """
     for field in _UNSUPPORTED:
         value = getattr(request, field, None)
-        if value not in (None, False, "", [], {}) or (field == "prompt_logprobs" and value == 0):
+        if value not in (None, False, "", [], {}):
             raise invalid(f"{field} is not supported yet", field, "unsupported")
-    best_of = request.best_of
-    if best_of is not None and best_of not in (1, request.n or 1):
-        raise invalid("best_of other than n is not supported", "best_of", "unsupported")
+    if request.stream and request.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs cannot be streamed", "prompt_logprobs")
+    if request.stream and (request.best_of or 0) > (request.n or 1):
+        raise invalid("best_of greater than n cannot be streamed", "best_of")
 
 
 class SglangSampling(msgspec.Struct, kw_only=True):
@@ -163,7 +182,12 @@ class SglangSampling(msgspec.Struct, kw_only=True):
     structural_tag: Any = None
     stop_regex: Any = None
 
-    def knobs(self, logprobs: int | None) -> Knobs:
+    @property
+    def prompt_only(self) -> bool:
+        """Nothing is to be generated: the prompt is cached, or told the logprobs of."""
+        return self.max_new_tokens == 0
+
+    def knobs(self, logprobs: int | None, prompt_logprobs: int | None = None) -> Knobs:
         """The sampling wishes.
 
         Raises:
@@ -174,7 +198,7 @@ class SglangSampling(msgspec.Struct, kw_only=True):
                 name = f"sampling_params.{field}"
                 raise invalid(f"{name} is not supported yet", name, "unsupported")
         return Knobs(
-            max_tokens=self.max_new_tokens,
+            max_tokens=1 if self.prompt_only else self.max_new_tokens,
             min_tokens=self.min_new_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
@@ -185,6 +209,7 @@ class SglangSampling(msgspec.Struct, kw_only=True):
             frequency_penalty=self.frequency_penalty,
             logit_bias=self.logit_bias,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             seed=self.sampling_seed if self.sampling_seed is not None else self.seed,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
@@ -206,6 +231,7 @@ _SGLANG_NAMES = {
     "max_tokens": "sampling_params.max_new_tokens",
     "min_tokens": "sampling_params.min_new_tokens",
     "logprobs": "top_logprobs_num",
+    "prompt_logprobs": "top_logprobs_num",
     "seed": "sampling_params.sampling_seed",
 } | {
     field: f"sampling_params.{field}"
@@ -222,9 +248,9 @@ class GenerateRequest(TermsFields, kw_only=True):
     sampling_params: SglangSampling | list[SglangSampling] | None = None
     rid: str | list[str] | None = None
     stream: bool | None = None
-    return_logprob: bool | None = None
-    logprob_start_len: int | None = None
-    top_logprobs_num: int | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
     return_text_in_logprobs: bool | None = None
     lora_path: str | list[str | None] | None = None
     image_data: Any = None

@@ -4,12 +4,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common.messages import TokenLogprob
 from router.generation import ChoiceResult, Generation
+from router.prepared import Prepared
+from router.protocol.prompt_scores import TokenTexts, as_openai, as_vllm, finite
+from router.protocol.requests import ChatRequest, CompletionRequest
 from router.text_stream import Delta, TokenRecord
 from router.tokens import TextCodec
-
-LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,43 +53,74 @@ class CompletionBodies:
     kind = "text_completion"
     chunk_kind = "text_completion"
 
-    def __init__(self, head: Head, codec: TextCodec, echo: Sequence[str] = (), n: int = 1) -> None:
+    def __init__(
+        self, head: Head, codec: TextCodec, request: CompletionRequest, prepared: Prepared
+    ) -> None:
         self.head = head
-        self._codec = codec
-        self._echo = {i * n + j: text for i, text in enumerate(echo) for j in range(n)}
+        self._texts = TokenTexts(codec)
+        self._logprobs_wanted = request.logprobs
+        self._scores_wanted = request.prompt_logprobs is not None
+        per_prompt = prepared.num_kept or prepared.n
+        self._prompts = [
+            choice.prompt_ids
+            for choice in prepared.choices[:: prepared.n]
+            for _ in range(per_prompt)
+        ]
+        self._echo = [text for text in prepared.prompt_texts for _ in range(per_prompt)]
 
     def choice(self, index: int, result: ChoiceResult) -> dict[str, Any]:
-        return {
+        echo = self._echo[index] if self._echo else ""
+        scores = result.prompt_logprobs
+        choice: dict[str, Any] = {
             "index": index,
-            "text": self._echo.get(index, "") + result.text,
-            "logprobs": self._logprobs(result.logprobs),
+            "text": echo + result.text,
+            "logprobs": self._logprobs(result.logprobs, index, scores if self._echo else None),
             "finish_reason": result.finish.value,
             "stop_reason": self.head.stop_reason(result.matched),
         }
+        if self._scores_wanted:
+            choice["prompt_logprobs"] = as_vllm(self._prompts[index], scores, self._texts)
+        return choice
 
     def chunk_choice(self, delta: Delta, *, first: bool) -> dict[str, Any]:
-        echo = self._echo.get(delta.choice, "") if first else ""
+        echo = self._echo[delta.choice] if self._echo and first else ""
         return {
             "index": delta.choice,
             "text": echo + delta.text,
-            "logprobs": self._logprobs(delta.logprobs, len(self._echo.get(delta.choice, ""))),
+            "logprobs": self._logprobs(delta.logprobs, delta.choice, delta.prompt_logprobs),
             "finish_reason": delta.finish.value if delta.finish else None,
             "stop_reason": self.head.stop_reason(delta.matched),
         }
 
-    def _logprobs(self, records: Sequence[TokenRecord], shift: int = 0) -> dict[str, Any] | None:
-        if not records:
+    def extras(self, _results: Sequence[ChoiceResult]) -> dict[str, Any]:
+        """What the answer holds beside its choices."""
+        return {}
+
+    def _logprobs(
+        self,
+        records: Sequence[TokenRecord],
+        index: int,
+        scores: Sequence[TokenLogprob] | None,
+    ) -> dict[str, Any] | None:
+        """Of the prompt, where `scores` are given, and of output tokens."""
+        num_top = self._logprobs_wanted
+        if num_top is None or not (records or scores is not None):
             return None
-        return {
-            "tokens": [self._codec.decode([record.token_id]) for record in records],
-            "token_logprobs": [_finite(record.logprob.logprob) for record in records],
+        echo = self._echo[index] if self._echo else ""
+        outputs: dict[str, list[Any]] = {
+            "tokens": [self._texts[record.token_id] for record in records],
+            "token_logprobs": [finite(record.logprob.logprob) for record in records],
             "top_logprobs": [self._top(record) for record in records],
-            "text_offset": [record.offset + shift for record in records],
+            "text_offset": [record.offset + len(echo) for record in records],
         }
+        if scores is None:
+            return outputs
+        prompt = as_openai(self._prompts[index], scores, num_top, echo, self._texts)
+        return {name: prompt[name] + values for name, values in outputs.items()}
 
     def _top(self, record: TokenRecord) -> dict[str, float]:
         pairs = (*record.logprob.top, (record.token_id, record.logprob.logprob))
-        return {self._codec.decode([token_id]): _finite(value) for token_id, value in pairs}
+        return {self._texts[token_id]: finite(value) for token_id, value in pairs}
 
 
 class ChatBodies:
@@ -97,9 +129,15 @@ class ChatBodies:
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, head: Head, codec: TextCodec) -> None:
+    def __init__(
+        self, head: Head, codec: TextCodec, request: ChatRequest, prepared: Prepared
+    ) -> None:
         self.head = head
         self._codec = codec
+        self._logprobs_wanted = bool(request.logprobs)
+        self._texts = TokenTexts(codec)
+        self._scores_wanted = request.prompt_logprobs is not None
+        self._prompt_ids = prepared.choices[0].prompt_ids
 
     def choice(self, index: int, result: ChoiceResult) -> dict[str, Any]:
         return {
@@ -120,7 +158,16 @@ class ChatBodies:
             "stop_reason": self.head.stop_reason(delta.matched),
         }
 
+    def extras(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
+        """What the answer holds beside its choices: as in vLLM the prompt's logprobs, once."""
+        if not self._scores_wanted:
+            return {}
+        scores = results[0].prompt_logprobs
+        return {"prompt_logprobs": as_vllm(self._prompt_ids, scores, self._texts)}
+
     def _logprobs(self, records: Iterable[TokenRecord]) -> dict[str, Any] | None:
+        if not self._logprobs_wanted:
+            return None
         content = [
             {
                 **self._token(record.token_id, record.logprob.logprob),
@@ -133,14 +180,10 @@ class ChatBodies:
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self._codec.token_bytes(token_id)
         return {
-            "token": self._codec.decode([token_id]),
-            "logprob": _finite(logprob),
+            "token": self._texts[token_id],
+            "logprob": finite(logprob),
             "bytes": list(raw),
         }
 
 
 Bodies = CompletionBodies | ChatBodies
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, LOWEST_LOGPROB)

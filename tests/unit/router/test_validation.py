@@ -41,7 +41,7 @@ def make_preparer(folder: Path, num_pages: int) -> Preparer:
     for role in DisaggregationMode:
         message = hello(role, role.value, num_pages=num_pages)
         registry.receive(b"", Envelope[ToRouter](role.value, "", 1, message), 0.0)
-    config = RouterConfig(model="/models/tiny", max_n=4, max_choices=8)
+    config = RouterConfig(model="/models/tiny", max_n=4, max_choices=8, max_prompt_logprobs=6000)
     info = load_model_info(folder, codec)
     names = ModelNames("tiny", config.model, AdapterCatalogue())
     return Preparer(codec, info, registry, config, names, Random(3), ChecksHere(folder))
@@ -93,7 +93,11 @@ def generate(preparer: Preparer, **body: Any) -> Prepared:
         ({"n": 0}, "n"),
         ({"n": 5}, "n"),
         ({"prompt": ["a"] * 3, "n": 4}, "n"),
-        ({"best_of": 3}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 5}, "best_of"),
+        ({"best_of": 0}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"prompt": ["a"] * 3, "best_of": 4}, "n"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
@@ -112,8 +116,17 @@ def generate(preparer: Preparer, **body: Any) -> Prepared:
         ({"min_tokens": 17}, "min_tokens"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
-        ({"echo": True, "logprobs": 1}, "echo"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 21}, "logprobs"),
+        ({"echo": True, "logprobs": -1}, "logprobs"),
+        ({"echo": True, "max_tokens": -1}, "max_tokens"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+        ({"prompt": [5] * 300, "prompt_logprobs": 20}, "prompt_logprobs"),
+        ({"prompt": [5] * 300, "logprobs": 20, "echo": True}, "logprobs"),
+        ({"prompt": [[5] * 300] * 4, "n": 2, "prompt_logprobs": 2}, "prompt_logprobs"),
+        ({"use_beam_search": True}, "use_beam_search"),
         ({"suffix": "x"}, "suffix"),
     ],
 )
@@ -144,6 +157,9 @@ def test_bad_completions_are_400_naming_the_field(
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"best_of": 2, "n": 3}, "best_of"),
         ({"tools": [{"type": "function"}]}, "tools"),
     ],
 )  # fmt: skip
@@ -163,16 +179,25 @@ def test_bad_chats_are_400_naming_the_field(
         ({"text": ""}, "text"),
         ({"input_ids": [300]}, "input_ids"),
         ({"input_ids": [1, [2]]}, "input_ids"),
-        ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": -1}},
+         "sampling_params.max_new_tokens"),
         ({"text": "a", "sampling_params": {"top_p": 2}}, "sampling_params.top_p"),
         ({"text": "a", "sampling_params": {"top_p": "x"}}, "sampling_params.top_p"),
         ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
-        ({"text": "a", "return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
+        ({"text": "ab", "return_logprob": True, "logprob_start_len": 3}, "logprob_start_len"),
+        ({"text": "ab", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),
+        ({"text": ["a", "b"], "return_logprob": [True]}, "return_logprob"),
+        ({"text": ["a", "b"], "return_logprob": True, "logprob_start_len": [0]},
+         "logprob_start_len"),
+        ({"text": ["a", "b"], "return_logprob": True, "top_logprobs_num": [1, 21]},
+         "top_logprobs_num"),
+        ({"input_ids": [[5] * 300] * 8, "return_logprob": True, "logprob_start_len": 0,
+          "top_logprobs_num": 2}, "top_logprobs_num"),
         ({"text": "a", "return_logprob": True, "top_logprobs_num": 99}, "top_logprobs_num"),
         ({"text": "a", "lora_path": ["x", None]}, "lora_path"),
         ({"text": "a", "lora_path": 7}, "lora_path"),
     ],
-)
+)  # fmt: skip
 def test_bad_generates_are_400_naming_the_field(
     preparer: Preparer, body: dict[str, Any], param: str
 ) -> None:
@@ -224,6 +249,35 @@ def test_choices_of_a_prompt_share_the_seed_and_differ_in_number(preparer: Prepa
     assert [choice.sampling.choice for choice in prepared.choices] == [0, 1, 2] * 2
     assert {choice.sampling.seed for choice in prepared.choices} == {2**63 - 1}
     assert (prepared.n, prepared.prompt_tokens) == (3, 2)
+
+
+def test_an_echo_with_logprobs_asks_for_the_prompts(preparer: Preparer) -> None:
+    for body, asked in (
+        ({"echo": True, "logprobs": 3}, 3),
+        ({"echo": True, "logprobs": 3, "prompt_logprobs": 1}, 3),
+        ({"echo": True, "logprobs": 1, "prompt_logprobs": 3}, 3),
+        ({"logprobs": 3}, None),
+        ({"echo": True}, None),
+        ({"prompt_logprobs": 0}, 0),
+    ):
+        (choice,) = completion(preparer, **body).choices
+        assert choice.sampling.prompt_logprobs == asked, body
+
+
+def test_nothing_is_to_be_generated(preparer: Preparer) -> None:
+    (choice,) = completion(preparer, echo=True, max_tokens=0).choices
+    assert (choice.sampling.max_tokens, choice.text.prompt_only) == (1, True)
+    (choice,) = generate(preparer, text="a", sampling_params={"max_new_tokens": 0}).choices
+    assert (choice.sampling.max_tokens, choice.text.prompt_only) == (1, True)
+    assert not completion(preparer, echo=True, max_tokens=1).choices[0].text.prompt_only
+
+
+def test_more_are_drawn_than_kept(preparer: Preparer) -> None:
+    prepared = completion(preparer, prompt=["a", "b"], n=2, best_of=4)
+    assert (len(prepared.choices), prepared.n, prepared.num_kept) == (8, 4, 2)
+    assert {choice.sampling.logprobs for choice in prepared.choices} == {0}
+    assert completion(preparer, n=2, best_of=2).num_kept is None
+    assert completion(preparer, n=2, best_of=2).choices[0].sampling.logprobs is None
 
 
 def test_chat_defaults_to_what_fits(preparer: Preparer, tiny_folder: Path) -> None:
