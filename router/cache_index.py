@@ -19,9 +19,9 @@ is no nonsense.
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import compress, islice
 
 from common.kv_cache.hashing import KEY_BYTES
 from common.messages import CacheUpdate, Incarnation
@@ -38,6 +38,9 @@ FORGET_SHARE = 64
 """One part in so many is forgotten together, which costs little a page."""
 MAX_INTERNED = 65_536
 """Masks that are kept one object each."""
+FEW = 8
+"""So many bits of a mask are read one by one, more of them as digits."""
+_DIGITS = bytes.maketrans(b"01", b"\0\1")
 
 
 @dataclass(slots=True, eq=False)
@@ -90,8 +93,8 @@ class CacheIndex:
         self._masks: dict[int, int] = {}
         self._interned: dict[int, int] = {}
         self._holders: dict[Incarnation, _Holder] = {}
-        self._by_bit: dict[int, _Holder] = {}
-        """Live bits only."""
+        self._by_bit: list[_Holder] = []
+        """Whose each bit is, or was last."""
         self._live = 0
         self._retired = 0
         """Bits of nobody that some page may still have."""
@@ -231,8 +234,7 @@ class CacheIndex:
         masks = self._masks
         excess = len(masks) - self._max_pages + self._max_pages // FORGET_SHARE
         for key in list(islice(masks, excess)):
-            for bit in _bits(masks.pop(key) & self._live):
-                holder = self._by_bit[bit]
+            for holder in self._holders_in(masks.pop(key) & self._live):
                 holder.known -= 1
                 holder.forgotten += 1
             self.counters["forgotten_pages"] += 1
@@ -275,12 +277,12 @@ class CacheIndex:
         bit = ~used & (used + 1)  # the lowest that is free
         holder.bit = bit
         self._live |= bit
-        self._by_bit[bit] = holder
+        number = bit.bit_length() - 1
+        self._by_bit[number : number + 1] = [holder]
         return holder
 
     def _retire_bit(self, holder: _Holder) -> None:
         """Its pages are nobody's; where there are none, the bit is free."""
-        del self._by_bit[holder.bit]
         self._live &= ~holder.bit
         if holder.known:
             self._retired |= holder.bit
@@ -330,8 +332,18 @@ class CacheIndex:
         return found
 
     def _note(self, found: dict[Incarnation, int], mask: int, depth: int) -> None:
-        for bit in _bits(mask):
-            found[self._by_bit[bit].node] = depth
+        for holder in self._holders_in(mask):
+            found[holder.node] = depth
+
+    def _holders_in(self, mask: int) -> Iterable[_Holder]:
+        if mask.bit_count() > FEW:
+            return compress(self._by_bit, f"{mask:b}"[::-1].encode().translate(_DIGITS))
+        found = []
+        while mask:
+            bit = mask & -mask
+            found.append(self._by_bit[bit.bit_length() - 1])
+            mask ^= bit
+        return found
 
     def _rejuvenate(self, keys: Sequence[int]) -> None:
         """The first page last: without it the others cannot be found."""
@@ -340,16 +352,6 @@ class CacheIndex:
             mask = masks.pop(key, None)
             if mask is not None:
                 masks[key] = mask
-
-
-def _bits(mask: int) -> list[int]:
-    """Its bits, one by one."""
-    bits = []
-    while mask:
-        bit = mask & -mask
-        bits.append(bit)
-        mask ^= bit
-    return bits
 
 
 def _unpack(packed: bytes) -> "array[int]":
