@@ -137,9 +137,7 @@ def time_matches(nodes: Nodes, asked: list["array[int]"]) -> float:
 
 
 def match_table(sizes: list[int], counts: list[int], prompt_pages: list[int]) -> None:
-    print(
-        "\n| pages in the index | nodes | pages of the prompt | all hold it, us | each drops out, us |"
-    )
+    print("\n| pages in the index | nodes | of the prompt | all hold it, us | each drops out, us |")
     print("|---|---|---|---|---|")
     random = Random(2)
     for size in sizes:
