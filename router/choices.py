@@ -82,8 +82,8 @@ class ChoiceSettler:
     def check_scores(
         self, choices: Sequence[ChoiceSpec], knobs: Knobs, *, streamed: bool | None
     ) -> None:
-        """One request may ask for only so many logprobs of prompts' tokens, and for fewer if they are
-        streamed: they come at once, and must not look like a client that does not read."""
+        """One request may ask for only so many logprobs of prompts' tokens, and for fewer if they
+        are streamed: they come at once, and must not look like a client that does not read."""
         most = min(self._max_scores, self._max_streamed_scores) if streamed else self._max_scores
         count = sum(choice.num_scores for choice in choices)
         if count > most:
