@@ -41,7 +41,13 @@ def make_preparer(folder: Path, num_pages: int) -> Preparer:
     for role in DisaggregationMode:
         message = hello(role, role.value, num_pages=num_pages)
         registry.receive(b"", Envelope[ToRouter](role.value, "", 1, message), 0.0)
-    config = RouterConfig(model="/models/tiny", max_n=4, max_choices=8, max_prompt_logprobs=6000)
+    config = RouterConfig(
+        model="/models/tiny",
+        max_n=4,
+        max_choices=8,
+        max_prompt_logprobs=6000,
+        max_unsent_bytes=128_000,
+    )
     info = load_model_info(folder, codec)
     names = ModelNames("tiny", config.model, AdapterCatalogue())
     return Preparer(codec, info, registry, config, names, Random(3), ChecksHere(folder))
@@ -126,6 +132,7 @@ def generate(preparer: Preparer, **body: Any) -> Prepared:
         ({"prompt": [5] * 300, "prompt_logprobs": 20}, "prompt_logprobs"),
         ({"prompt": [5] * 300, "logprobs": 20, "echo": True}, "logprobs"),
         ({"prompt": [[5] * 300] * 4, "n": 2, "prompt_logprobs": 2}, "prompt_logprobs"),
+        ({"prompt": [5] * 300, "logprobs": 3, "echo": True, "stream": True}, "logprobs"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"suffix": "x"}, "suffix"),
     ],
