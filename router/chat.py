@@ -1,6 +1,8 @@
 """Chat completions, from a typed body to what is dispatched."""
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from router.chat_template import ChatTemplateError
@@ -11,19 +13,27 @@ from router.model_names import ModelNames
 from router.prepared import Prepared
 from router.protocol.knobs import Knobs, check
 from router.protocol.requests import ChatMessage, ChatRequest, refuse_unsupported
+from router.protocol.tools import MessageCall, Tool
 from router.tokens import TextCodec
+from router.tools.wish import ToolDesk
 
 
 class ChatPreparer:
     """Checks conversations and renders them with the model's template."""
 
     def __init__(
-        self, codec: TextCodec, settler: ChoiceSettler, names: ModelNames, grammars: Grammars
+        self,
+        codec: TextCodec,
+        settler: ChoiceSettler,
+        names: ModelNames,
+        grammars: Grammars,
+        tools: ToolDesk,
     ) -> None:
         self._codec = codec
         self._settler = settler
         self._names = names
         self._grammars = grammars
+        self._tools = tools
 
     async def prepare(self, request: ChatRequest) -> Prepared:
         """Check /v1/chat/completions.
@@ -46,25 +56,40 @@ class ChatPreparer:
             **{f: getattr(knobs, f) for f in Knobs.__slots__ if f != "names"}, names=names
         )
         check(knobs, self._settler.bounds)
-        knobs = await with_grammar(knobs, request.grammar_wish(), self._grammars)
+        wish = self._tools.wish(
+            request.tools,
+            request.tool_choice,
+            parallel=request.parallel_tool_calls is not False,
+        )
+        knobs = await with_grammar(knobs, wish.grammar or request.grammar_wish(), self._grammars)
         ids = await self.ids(
             request.messages,
             add_generation_prompt=request.add_generation_prompt is not False,
+            tools=wish.tools,
             extra=request.chat_template_kwargs,
         )
         options = text_options(
-            knobs, request.include_stop_str_in_output, request.skip_special_tokens
+            knobs, request.include_stop_str_in_output, request.skip_special_tokens, wish.calls
         )
         style = Style("messages", None)
         choices = self._settler.choices([ids], adapters, knobs, options, style)
         self._settler.check_scores(choices, knobs, streamed=request.stream)
         return Prepared(choices, 1, num_kept=knobs.num_kept)
 
+    def tools(self, tools: Sequence[Tool] | None) -> Sequence[dict[str, Any]]:
+        """Functions as the template gets them.
+
+        Raises:
+            ApiError: 400.
+        """
+        return self._tools.wish(tools, None).tools
+
     async def ids(
         self,
         messages: Sequence[ChatMessage],
         *,
         add_generation_prompt: bool,
+        tools: Sequence[dict[str, Any]] = (),
         extra: dict[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation.
@@ -77,7 +102,7 @@ class ChatPreparer:
         plain = [_plain_message(i, message) for i, message in enumerate(messages)]
         try:
             text = self._codec.render_chat(
-                plain, add_generation_prompt=add_generation_prompt, extra=extra
+                plain, add_generation_prompt=add_generation_prompt, tools=tools, extra=extra
             )
         except ChatTemplateError as error:
             raise invalid(str(error), "messages") from None
@@ -101,4 +126,21 @@ def _plain_message(index: int, message: ChatMessage) -> dict[str, Any]:
         value = getattr(message, field)
         if value is not None:
             plain[field] = value
+    if message.tool_calls:
+        plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
     return plain
+
+
+def _plain_call(call: MessageCall) -> dict[str, Any]:
+    """A call as templates expect it: its arguments as an object.
+
+    What is no object, say because it was cut off when the model wrote it, stays as it is.
+    """
+    arguments: Any = call.function.arguments
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            read = json.loads(arguments.strip() or "{}")
+            arguments = read if isinstance(read, dict) else arguments
+    function = {"name": call.function.name, "arguments": {} if arguments is None else arguments}
+    named = {} if call.id is None else {"id": call.id}
+    return {**named, "type": "function", "function": function}

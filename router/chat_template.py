@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from router.tools.spelled_out import spell_out
 
 
 class ChatTemplateError(ValueError):
@@ -32,15 +34,20 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
+            names = meta.find_undeclared_variables(environment.parse(source))
         except TemplateSyntaxError as error:
             raise ChatTemplateError(f"the model's chat template is broken: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self.source = source
+        self.takes_tools = "tools" in names
+        """Whether it tells the model of functions."""
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
         extra: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt's text.
@@ -50,6 +57,8 @@ class ChatTemplate:
         """
         variables: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens}
         variables.update(extra or {})
+        if tools:
+            variables["tools"] = list(tools)
         try:
             return self._template.render(
                 **{
@@ -60,8 +69,49 @@ class ChatTemplate:
             )
         except TemplateError as error:
             raise ChatTemplateError(str(error)) from error
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except (
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            IndexError,
+            RecursionError,
+        ) as error:
             raise ChatTemplateError(f"the chat template failed: {error}") from error
+
+
+class ChatTemplates:
+    """A model's templates: the usual one, and for some models another for functions."""
+
+    def __init__(self, usual: ChatTemplate, tool_use: ChatTemplate | None = None) -> None:
+        self._usual = usual
+        self._tool_use = tool_use or usual
+
+    @property
+    def tool_source(self) -> str:
+        """What shows the model functions."""
+        return self._tool_use.source
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] = (),
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text. A template that knows no functions gets them spelled out.
+
+        Raises:
+            ChatTemplateError: the template refuses the messages or fails on them.
+        """
+        used = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+        template = self._tool_use if tools or used else self._usual
+        if not template.takes_tools and (tools or used):
+            messages, tools = spell_out(messages, tools), ()
+        return template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, extra=extra
+        )
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:

@@ -14,6 +14,7 @@ from router.prepared import ChoiceSpec
 from router.protocol.knobs import Bounds, Knobs, sampling_params, stops
 from router.text_stream import TextOptions
 from router.tokens import ModelInfo
+from router.tools.options import CallOptions
 
 SCORE_BYTES = 128
 """What a prompt token's logprob becomes in a stream, at most about."""
@@ -123,6 +124,7 @@ def text_options(
     knobs: Knobs,
     include_stop: bool | None,
     skip_special_tokens: bool | None,
+    calls: CallOptions | None = None,
     *,
     prompt_only: bool = False,
 ) -> TextOptions:
@@ -133,4 +135,5 @@ def text_options(
         skip_special_tokens=skip_special_tokens is not False,
         min_tokens=knobs.min_tokens or 0,
         prompt_only=prompt_only,
+        calls=calls,
     )

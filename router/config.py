@@ -84,6 +84,8 @@ class RouterConfig:
     grammar_timeout_s: float = 10.0
     """How long a new schema, regex or grammar may wait for its check; then 503. The check itself is
     bounded by half a second of processor time."""
+    tool_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = "auto"
+    """How the model writes calls of functions; auto: as its chat template shows it."""
     max_n: int = 64
     """Largest `n` of a request."""
     max_choices: int = 1024

@@ -21,6 +21,7 @@ from router.protocol.terms import Terms
 from router.requests import Job, JobAborted, JobFailed, NewTokens, Output
 from router.service import RouterService
 from router.text_stream import Delta, Finish, TextStream, TokenRecord
+from router.tools.calls import CallDelta, join_calls
 
 log = logging.getLogger("router")
 
@@ -55,6 +56,8 @@ class ChoiceResult:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenRecord] = field(default_factory=list)
     prompt_logprobs: Sequence[TokenLogprob] = ()
+    calls: list[CallDelta] = field(default_factory=list)
+    """Whole, or as far as they came."""
     finish: Finish = Finish.STOP
     matched: str | int | None = None
     message: str = ""
@@ -63,6 +66,7 @@ class ChoiceResult:
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
+        join_calls(self.calls, delta.calls)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         if delta.finish is not None:
@@ -112,7 +116,7 @@ class Generation:
         self._unfinished = len(self._texts)
         self._error: ApiError | None = None
         self._sink: Sink | None = None
-        self._eager = any(choice.text.stops for choice in prepared.choices)
+        self._eager = any(choice.text.may_end_early for choice in prepared.choices)
         """Whether each token may end a choice."""
         self._items: list[tuple[int, Output]] = []
         """Outputs of all choices that were not taken in yet."""

@@ -170,7 +170,9 @@ class OpenAIApi:
             ids = await self._codec.encode(body.prompt, add_special_tokens=special)
         else:
             ids = await self._preparer.chats.ids(
-                body.messages or [], add_generation_prompt=body.add_generation_prompt is not False
+                body.messages or [],
+                add_generation_prompt=body.add_generation_prompt is not False,
+                tools=self._preparer.chats.tools(body.tools),
             )
         answer = {
             "count": len(ids),

@@ -5,6 +5,7 @@ Everything a client can get wrong is found here, before any node hears of the re
 
 from collections.abc import Sequence
 from random import Random
+from uuid import uuid4
 
 from router.chat import ChatPreparer
 from router.choices import ChoiceSettler, Style, text_options
@@ -24,6 +25,9 @@ from router.protocol.requests import (
 )
 from router.protocol.sglang_wishes import each, logprob_wishes
 from router.tokens import ModelInfo, TextCodec
+from router.tools.detect import detect_format
+from router.tools.formats import FormatName
+from router.tools.wish import ToolDesk
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default."""
@@ -49,7 +53,8 @@ class Preparer:
         self.names = names
         self._settler = ChoiceSettler(info, registry, config, random)
         self._grammars = grammars
-        self.chats = ChatPreparer(codec, self._settler, names, grammars)
+        tools = ToolDesk(_tool_format(config, codec, info), codec.special_id, lambda: uuid4().hex)
+        self.chats = ChatPreparer(codec, self._settler, names, grammars, tools)
 
     @property
     def max_model_len(self) -> int:
@@ -174,3 +179,12 @@ class Preparer:
             item if isinstance(item, str) else self.codec.decode(ids)
             for item, ids in zip(given, prompts, strict=False)
         ]
+
+
+def _tool_format(config: RouterConfig, codec: TextCodec, info: ModelInfo) -> FormatName:
+    """How the model writes calls of functions."""
+    if config.tool_parser != "auto":
+        return config.tool_parser
+    return detect_format(
+        codec.tool_source, info.model_type, lambda text: codec.special_id(text) is not None
+    )

@@ -9,6 +9,9 @@ import msgspec
 from common.messages import StopReason, TokenLogprob
 from router.detokenizer import Decoder, StopMatcher, make_detokenizer
 from router.requests import NewTokens
+from router.tools.calls import CallDelta
+from router.tools.options import CallOptions
+from router.tools.parser import CallParser
 
 
 class Finish(StrEnum):
@@ -16,6 +19,8 @@ class Finish(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    """Like STOP, after calls of functions."""
     ABORT = "abort"
 
 
@@ -30,6 +35,13 @@ class TextOptions:
     """Stop strings do not count before."""
     prompt_only: bool = False
     """Only the prompt is asked about: the token that nodes must draw is no part of the answer."""
+    calls: CallOptions | None = None
+    """Calls of functions are looked for in the text."""
+
+    @property
+    def may_end_early(self) -> bool:
+        """Whether the text can end before the node says so."""
+        return bool(self.stops) or (self.calls is not None and self.calls.max_calls is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +67,8 @@ class Delta(msgspec.Struct):
     """The stop string or the stop token that ended it."""
     message: str = ""
     """Why it was aborted."""
+    calls: Sequence[CallDelta] = ()
+    """What is new of calls of functions; it comes after the text."""
 
 
 class TextStream:
@@ -65,7 +79,10 @@ class TextStream:
         self._options = options
         self._detokenizer = make_detokenizer(codec, skip_special_tokens=options.skip_special_tokens)
         self._matcher = StopMatcher(options.stops, include=options.include_stop)
-        self._is_plain = not options.stops
+        calls = options.calls
+        self._calls = None if calls is None else calls.new_parser()
+        self._markers = calls.markers if calls is not None and options.skip_special_tokens else {}
+        self._is_plain = not options.stops and calls is None
         self._decoded = 0
         self.num_tokens = 0
         """Output tokens up to the end that the client sees."""
@@ -102,7 +119,7 @@ class TextStream:
                 records.append(TokenRecord(token_id, output.logprobs[i], self._decoded))
             text = ""
             if not stopped or self._options.include_stop:
-                text = self._detokenizer.feed(token_id)
+                text = self._markers.get(token_id) or self._detokenizer.feed(token_id)
             self._decoded += len(text)
             texts.append(self._through(text))
             if self._matcher.matched is not None:
@@ -114,6 +131,8 @@ class TextStream:
         delta.text = "".join(texts)
         delta.token_ids = output.token_ids[:taken]
         delta.logprobs = records
+        if self._calls is not None:
+            self._split(self._calls, delta)
         delta.finish, delta.matched = self.finish, self.matched
         return delta
 
@@ -121,7 +140,24 @@ class TextStream:
         """End now, with all text that is held back."""
         text = self._matcher.pass_through(self._detokenizer.flush())
         self.finish = Finish.ABORT
-        return Delta(self._choice, text, finish=Finish.ABORT, message=message)
+        delta = Delta(self._choice, text, finish=Finish.ABORT, message=message)
+        if self._calls is not None:
+            self._split(self._calls, delta)
+        return delta
+
+    def _split(self, parser: CallParser, delta: Delta) -> None:
+        """Take calls out of the text; with as many as were wanted it ends."""
+        parsed = parser.feed(delta.text)
+        delta.text, delta.calls = parsed.content, parsed.calls
+        if parser.satisfied and self.finish is not Finish.ABORT:
+            self.finish = Finish.STOP
+        if self.finish is None:
+            return
+        rest = parser.finish()
+        delta.text += rest.content
+        by_name = self._options.calls is not None and self._options.calls.by_name
+        if self.finish is Finish.STOP and parser.num_calls and not by_name:
+            self.finish = Finish.TOOL_CALLS
 
     def _through(self, text: str) -> str:
         if self.num_tokens <= self._options.min_tokens:

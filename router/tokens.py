@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from common.model_folder import end_token_ids, read_json, special_tokens
 from router.byte_tokens import byte_table
-from router.chat_template import ChatTemplate, ChatTemplateError
+from router.chat_template import ChatTemplate, ChatTemplateError, ChatTemplates
 
 INLINE_CHARACTERS = 16_384
 """Longer texts are tokenised in a thread, so that other requests go on meanwhile."""
@@ -47,14 +47,16 @@ class ModelInfo:
     """The model's own limit; nodes may allow less."""
     eos_token_ids: tuple[int, ...]
     defaults: SamplingDefaults
+    model_type: str = ""
+    """The architecture's name in `config.json`."""
 
 
 class TextCodec:
     """Tokenizer and chat template of one model."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, templates: ChatTemplates | None) -> None:
         self._tokenizer = tokenizer
-        self._template = template
+        self._templates = templates
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -98,6 +100,7 @@ class TextCodec:
         messages: Sequence[dict[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] = (),
         extra: dict[str, Any] | None = None,
     ) -> str:
         """The prompt's text.
@@ -105,11 +108,21 @@ class TextCodec:
         Raises:
             ChatTemplateError: there is no template, or it refuses the messages.
         """
-        if self._template is None:
+        if self._templates is None:
             raise ChatTemplateError("the model has no chat template; use /v1/completions")
-        return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, extra=extra
+        return self._templates.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, extra=extra
         )
+
+    @property
+    def tool_source(self) -> str:
+        """The chat template that shows the model functions; empty if there is none."""
+        return "" if self._templates is None else self._templates.tool_source
+
+    def special_id(self, text: str) -> int | None:
+        """Of a special token."""
+        id_ = self.token_id(text)
+        return id_ if id_ in self.special_ids else None
 
 
 def load_codec(folder: Path) -> TextCodec:
@@ -127,12 +140,11 @@ def load_codec(folder: Path) -> TextCodec:
         raise UnusableModelFolder(f"{path}: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    source = _template_source(folder, read_json(folder / "tokenizer_config.json"))
     try:
-        template = None if source is None else ChatTemplate(source, special_tokens(folder))
+        templates = _templates(folder)
     except ChatTemplateError as error:
         raise UnusableModelFolder(f"{folder}: {error}") from error
-    return TextCodec(tokenizer, template)
+    return TextCodec(tokenizer, templates)
 
 
 def load_model_info(folder: Path, codec: TextCodec) -> ModelInfo:
@@ -145,18 +157,29 @@ def load_model_info(folder: Path, codec: TextCodec) -> ModelInfo:
         vocab_size=int(config.get("vocab_size", codec.vocab_size)),
         max_model_len=int(config.get("max_position_embeddings", 2048)),
         eos_token_ids=end_token_ids(folder, codec.token_id),
+        model_type=str(config.get("model_type", "")),
         defaults=SamplingDefaults(
             **{name: generation.get(name) for name in SamplingDefaults.__dataclass_fields__}
         ),
     )
 
 
-def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text()
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several named templates
-        named = {entry["name"]: entry["template"] for entry in source}
-        source = named.get("default")
-    return source if isinstance(source, str) else None
+def _templates(folder: Path) -> ChatTemplates | None:
+    """Raises ChatTemplateError when one is broken."""
+    given = read_json(folder / "tokenizer_config.json").get("chat_template")
+    sources = {"default": given}
+    if isinstance(given, list):  # several named templates
+        sources = {entry["name"]: entry["template"] for entry in given}
+    named = {
+        "default": folder / "chat_template.jinja",
+        "tool_use": folder / "additional_chat_templates" / "tool_use.jinja",
+    }
+    sources |= {name: path.read_text() for name, path in named.items() if path.is_file()}
+    tokens = special_tokens(folder)
+    templates = {
+        name: ChatTemplate(source, tokens)
+        for name, source in sources.items()
+        if isinstance(source, str) and name in named
+    }
+    usual = templates.get("default")
+    return None if usual is None else ChatTemplates(usual, templates.get("tool_use"))

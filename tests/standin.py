@@ -123,6 +123,8 @@ class StandIn:
     """Whether it reports a link to each prefill node that the router announces."""
     linked_peers: list[str] = field(default_factory=list)
     keys: ClusterKeys | None = None
+    script: list[int] = field(default_factory=list)
+    """Tokens that it draws instead of the known ones, in this order; the last one ever after."""
     disk: dict[str, str] = field(default_factory=dict)
     """Path of an adapter to the digest of its content; what is not there cannot be loaded."""
 
@@ -331,6 +333,8 @@ class StandIn:
         first = index == len(generate.output_ids)
         digest = generate.adapter.digest if generate.adapter is not None else ""
         token = expected_token(generate.prompt_ids, index, digest)
+        if self.script:
+            token = self.script[min(index, len(self.script) - 1)]
         finish = None
         if token in sampling.stop_token_ids:
             finish = StopReason.STOP

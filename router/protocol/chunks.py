@@ -47,7 +47,7 @@ class OpenAIChunks:
 
     def _line(self, delta: Delta) -> bytes:
         choice = delta.choice
-        if delta.prompt_logprobs is not None:
+        if delta.prompt_logprobs is not None or delta.calls:
             return self._any_line(delta)
         if delta.finish is None and not delta.logprobs:
             if not delta.text:

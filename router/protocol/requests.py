@@ -13,6 +13,7 @@ from router.errors import invalid
 from router.protocol.grammars import GuidedFields, Wish, sglang_wish
 from router.protocol.knobs import Knobs
 from router.protocol.terms import TermsFields
+from router.protocol.tools import MessageCall, NamedChoice, Tool
 
 
 class StreamOptions(msgspec.Struct):
@@ -112,6 +113,7 @@ class ChatMessage(msgspec.Struct):
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: list[MessageCall] | None = None
 
 
 class ChatRequest(OpenAIRequest, kw_only=True):
@@ -123,8 +125,11 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Any = None
+    tools: list[Tool] | None = None
+    tool_choice: str | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: Any = None
+    function_call: Any = None
     continue_final_message: Any = None
     chat_template: Any = None
 
@@ -132,8 +137,6 @@ class ChatRequest(OpenAIRequest, kw_only=True):
 _UNSUPPORTED = (
     "suffix",
     "use_beam_search",
-    "tools",
-    "functions",
     "continue_final_message",
     "chat_template",
 )
@@ -149,6 +152,9 @@ def refuse_unsupported(request: OpenAIRequest) -> None:
         value = getattr(request, field, None)
         if value not in (None, False, "", [], {}):
             raise invalid(f"{field} is not supported yet", field, "unsupported")
+    for field in ("functions", "function_call"):
+        if getattr(request, field, None) not in (None, [], "none"):
+            raise invalid(f"{field} is not supported: use tools", field, "unsupported")
     if request.stream and request.prompt_logprobs is not None:
         raise invalid("prompt_logprobs cannot be streamed", "prompt_logprobs")
     if request.stream and (request.best_of or 0) > (request.n or 1):
@@ -266,6 +272,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 
 

@@ -11,6 +11,7 @@ from router.protocol.prompt_scores import TokenTexts, as_openai, as_vllm, finite
 from router.protocol.requests import ChatRequest, CompletionRequest
 from router.text_stream import Delta, TokenRecord
 from router.tokens import TextCodec
+from router.tools.calls import CallDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,19 +141,27 @@ class ChatBodies:
         self._prompt_ids = prepared.choices[0].prompt_ids
 
     def choice(self, index: int, result: ChoiceResult) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": result.text}
+        if result.calls:
+            message["content"] = result.text or None
+            message["tool_calls"] = [_call(call) for call in result.calls]
         return {
             "index": index,
-            "message": {"role": "assistant", "content": result.text},
+            "message": message,
             "logprobs": self._logprobs(result.logprobs),
             "finish_reason": result.finish.value,
             "stop_reason": self.head.stop_reason(result.matched),
         }
 
     def chunk_choice(self, delta: Delta, *, first: bool) -> dict[str, Any]:
-        content: dict[str, Any] = {"content": delta.text} if delta.text or first else {}
+        said: dict[str, Any] = {"role": "assistant"} if first else {}
+        if delta.text or first:
+            said["content"] = delta.text or (None if delta.calls else "")
+        if delta.calls:
+            said["tool_calls"] = [{"index": call.index, **_call(call)} for call in delta.calls]
         return {
             "index": delta.choice,
-            "delta": {"role": "assistant", **content} if first else content,
+            "delta": said,
             "logprobs": self._logprobs(delta.logprobs),
             "finish_reason": delta.finish.value if delta.finish else None,
             "stop_reason": self.head.stop_reason(delta.matched),
@@ -187,3 +196,11 @@ class ChatBodies:
 
 
 Bodies = CompletionBodies | ChatBodies
+
+
+def _call(call: CallDelta) -> dict[str, Any]:
+    """A call, or what is new of one: only what begins it has a name."""
+    if call.name is None:
+        return {"function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}

@@ -123,7 +123,7 @@ class GenerateChunks:
 
 def _finish_reason(result: ChoiceResult) -> dict[str, Any]:
     match result.finish:
-        case Finish.STOP:
+        case Finish.STOP | Finish.TOOL_CALLS:
             return {"type": "stop", "matched": result.matched}
         case Finish.LENGTH:
             return {"type": "length", "length": len(result.token_ids)}

@@ -167,7 +167,8 @@ def test_bad_completions_are_400_naming_the_field(
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"best_of": 2, "n": 3}, "best_of"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
     ],
 )  # fmt: skip
 def test_bad_chats_are_400_naming_the_field(
