@@ -44,8 +44,8 @@ class NodeInfo:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs and no page is held by a request."""
-        return self.running == 0 and self.free_pages + self.cached_pages == self.num_pages
+        """Nothing runs and no page is held by a request; cached ones may be."""
+        return self.running == 0 and self.free_pages == self.num_pages
 
 
 class Cluster:

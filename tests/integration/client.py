@@ -102,15 +102,16 @@ class Client:
     async def all_idle(self) -> bool:
         """No node holds a request or a page."""
         infos = [await self.node_info(node) for node in await self.nodes()]
-        return all(_idle(info["stats"]) for info in infos)
+        return all(is_idle(info["stats"]) for info in infos)
 
     async def wait_idle(self, timeout_s: float = 30.0) -> None:
         """Until every node is empty with all its pages free or cached."""
         await eventually(self.all_idle, timeout_s, self.nodes)
 
 
-def _idle(stats: dict[str, Any]) -> bool:
-    free = stats.get("free_pages", 0) + stats.get("cached_pages", 0)
+def is_idle(stats: dict[str, Any]) -> bool:
+    """Whether a node holds no request and could give away every page, cached ones too."""
+    free: int = stats.get("free_pages", 0)
     return free == stats["num_pages"] and not any(stats.get("queues", {}).values())
 
 

@@ -21,7 +21,7 @@ import zmq.asyncio
 from common import messages as wire
 from common.messages import Envelope, PeerHello, PeerMemory, encode
 from common.modes import DisaggregationMode
-from tests.integration.client import Client, Refused, client, eventually
+from tests.integration.client import Client, Refused, client, eventually, is_idle
 from tests.integration.oracle import Oracle, random_prompt
 from tests.processes import LOOPBACK, Fleet, free_ports, plan_fleet
 from tests.standin import FINGERPRINT, StandIn
@@ -110,11 +110,8 @@ class WireRig:
     async def _home(self) -> bool:
         """Asked of the nodes themselves: the router does not know at once that a link broke."""
         infos = await self._infos()
-        for info in infos:
-            stats = info["stats"]
-            free = stats.get("free_pages", 0) + stats.get("cached_pages", 0)
-            if free != stats["num_pages"] or any(stats.get("queues", {}).values()):
-                return False
+        if not all(is_idle(info["stats"]) for info in infos):
+            return False
         return all(info["peers"] and all(info["routers"].values()) for info in infos)
 
     async def _infos(self) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.credentials import ClusterKeys, Secret
-from tests.integration.client import Client, client, eventually
+from tests.integration.client import Client, client, eventually, is_idle
 from tests.integration.oracle import Oracle, random_prompt
 from tests.multinode.network import INTERFACE, Host, Network, Rule, network
 from tests.processes import Fleet, Place, fleet, showing_logs
@@ -172,7 +172,7 @@ class LabClient:
 
         async def home() -> bool:
             infos = [await self.node(name) for name in names or self.lab.names]
-            return all(_is_home(info["stats"]) for info in infos)
+            return all(is_idle(info["stats"]) for info in infos)
 
         async def why() -> object:
             return {name: (await self.node(name))["stats"] for name in names or self.lab.names}
@@ -180,11 +180,6 @@ class LabClient:
         await eventually(home, timeout_s, why)
         for name in (ROUTER, *(names or self.lab.names)):
             assert self.lab.fleet[name].is_alive, f"{name} has died"
-
-
-def _is_home(stats: dict[str, Any]) -> bool:
-    free = stats.get("free_pages", 0) + stats.get("cached_pages", 0)
-    return free == stats["num_pages"] and not any(stats.get("queues", {}).values())
 
 
 @contextmanager
