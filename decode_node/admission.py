@@ -24,15 +24,13 @@ def fits(need: int, free: int, reserved: int, *, alone: bool) -> bool:
     return need + (0 if alone else reserved) <= free
 
 
-def has_room(
-    need: int, most: int, active: Sequence[tuple[int, int]], free: int, per_request: int
-) -> bool:
-    """Whether a request that needs `need` pages now, and up to `most` in the end, may be admitted.
+def has_room(need: int, grows: int, others: Sequence[int], free: int, per_request: int) -> bool:
+    """Whether a request may be admitted that takes `need` of `free` pages now and may ask for
+    `grows` more later. `others`: how many each active request may ask for.
 
-    `active`: for each active request, the pages it has and the most it can need. `free`: pages.
+    What it shares with others it does not take, so `need` is no measure of what it has.
     """
-    growing = [most_of_it - has for has, most_of_it in (*active, (need, most))]
-    return fits(need, free, reserve(growing, per_request), alone=not active)
+    return fits(need, free, reserve((*others, grows), per_request), alone=not others)
 
 
 def choose_victim(queues: Mapping[State, ReqQueue[DecodeReq]]) -> DecodeReq | None:

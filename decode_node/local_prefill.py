@@ -11,7 +11,8 @@ up, and a step computes as much as a prefill node's would.
 
 from collections.abc import Callable
 
-from common.chunked_prefill import split_budget
+from common.chunked_prefill import begin_behind_cached, split_budget
+from common.kv_cache.manager import KVCacheManager
 from common.lifecycle import ReqQueue
 from common.plan import Row
 from decode_node.request import DecodeReq
@@ -20,9 +21,12 @@ from decode_node.request import DecodeReq
 class LocalPrefill:
     """Deals out a step's prompt tokens."""
 
-    def __init__(self, prefilling: ReqQueue[DecodeReq], *, beside: int, alone: int) -> None:
+    def __init__(
+        self, prefilling: ReqQueue[DecodeReq], kv: KVCacheManager, *, beside: int, alone: int
+    ) -> None:
         """Prompt tokens of a step: `beside` a running batch, and `alone` where nobody runs."""
         self._prefilling = prefilling
+        self._kv = kv
         self._beside = beside
         self._alone = alone
 
@@ -32,6 +36,7 @@ class LocalPrefill:
         """The next chunks. `lora_slot`: where a request's adapter is."""
         reqs = self._prefilling.snapshot()
         budget = self._beside if anybody_runs else self._alone
+        begin_behind_cached(reqs, budget, self._kv)
         shares = split_budget([req.num_uncomputed for req in reqs], budget)
         return [
             (req, req.next_chunk(share, lora_slot(req)))

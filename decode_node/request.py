@@ -13,6 +13,8 @@ class DecodeReq(Req):
     prefill: Incarnation
     """Empty: this node computes the prompt itself."""
     prefill_address: str
+    first_page: int = 0
+    """Logical pages before this one were in the prefix cache: prefill does not write them."""
     deadline: float = float("inf")
     """When the transfer is given up."""
     landed: set[int] = field(default_factory=set)
@@ -38,7 +40,8 @@ class DecodeReq(Req):
         """Where prefill shall write its KV, and what decode goes on with."""
         return Destination(
             room=self.room,
-            pages=list(self.pages),
+            pages=self.pages[self.first_page :],
+            first_page=self.first_page,
             weight_version=weight_version,
             adapter=self.adapter_digest,
         )

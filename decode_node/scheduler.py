@@ -6,7 +6,9 @@
                    └─(no prefill node: pages, slot)─▶ prefilling ─(computed here)──────┘
 
 * Pages are taken with a reserve for what already runs, and only for a request that will find a slot
-  when its KV lands; `Destination` then names them to prefill.
+  when its KV lands. The first may be cached ones; `Destination` names the others to prefill.
+* All full pages are published once the room has landed, then page by page as tokens are computed:
+  the next turn of a conversation finds its past here.
 * From that moment until the room's last chunk has landed, prefill may write into them. A request
   stopped in between goes through ABORTING and leaves it on prefill's word (`Drained`, `RoomFailed`,
   `RoomFinished`). If prefill is lost, the pages go into `quarantine` until there is other proof.
@@ -70,7 +72,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         self._reserve_pages = reserve_pages
         self._forecast = SlotForecast(settings.max_running_requests)
         self._local = LocalPrefill(
-            self.prefilling, beside=local_chunk_size, alone=settings.chunk_size
+            self.prefilling, self.kv, beside=local_chunk_size, alone=settings.chunk_size
         )
         self._prefill = PrefillSide(
             settings,
@@ -126,13 +128,16 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             return False
         if req.is_local and self._slots.num_free <= len(self.waiting_queue):
             return False  # the free slots are theirs whose KV is here already
-        held_and_most = [(len(r.pages), self._pages_needed(r)) for r in active]
-        now_and_most = self.kv.pages_for(req.num_tokens), self._pages_needed(req)
-        if not has_room(*now_and_most, held_and_most, self.kv.num_free, self._reserve_pages):
+        reuse = req.reads_cache or not req.is_local
+        need = self.kv.pages_to_admit(req, req.num_tokens, reuse=reuse)
+        grows = self._pages_needed(req) - self.kv.pages_for(req.num_tokens)
+        others = [self._pages_needed(r) - len(r.pages) for r in active]
+        if not has_room(need, grows, others, self.kv.num_free, self._reserve_pages):
             return False
-        pages = self.kv.grow(req, req.num_tokens)
-        assert pages is not None
+        num_cached = self.kv.admit(req, req.num_tokens, reuse=reuse)
+        assert num_cached is not None
         if req.is_local:
+            req.start_behind(num_cached)
             self._slots.give(req)
             self.prefilling.take(req)
             self._lora.starts(req)
@@ -140,6 +145,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             return True
         self.transfer_queue.take(req)
         self._lora.entered(req)
+        req.first_page = len(req.chain)
         req.deadline = self._now + self.settings.transfer_timeout_s
         self._mark(req, "queue")
         self._prefill.send_destination(req)
@@ -190,13 +196,16 @@ class DecodeScheduler(Scheduler[DecodeReq]):
         self.waiting_queue.take(req)
         self._mark(req, "transfer")
         self._forecast.note_landing(req.stages["transfer"] - req.stages["queue"])
+        self.kv.publish(req, req.num_tokens)
         req.output_ids.append(first.token_id)
         self._emit(req, first.logprob, repeat=True)
 
     def _on_stray_write(self, chunk: ChunkLanded) -> None:
-        """A write came after its room's end, into pages that may have new owners: retract them."""
+        """A write came after its room's end, into pages that may have new owners: retract them, and
+        forget what was cached there, with all that builds on it."""
         self.counters["stray_writes"] += 1
         touched = frozenset(chunk.pages)
+        self.counters["cache_doubtful_pages"] += self.kv.forget_pages(touched)
         for req in self.unfinished():
             if not touched.isdisjoint(req.pages):
                 self._retract(req)
@@ -238,11 +247,14 @@ class DecodeScheduler(Scheduler[DecodeReq]):
     def _on_computed(self, req: DecodeReq, row: Row, sample: Sample | None) -> None:
         if req in self.prefilling:
             req.num_computed += len(row.token_ids)
+            self.kv.publish(req, req.num_computed)
             self.counters["local_prefill_tokens"] += len(row.token_ids)
             if sample is None:
                 return
             self._mark(req, "prefill")
             self.running_queue.take(req)
+        else:
+            self.kv.publish(req, req.num_tokens)
         assert sample is not None
         req.output_ids.append(sample.token_id)
         self._emit(req, sample.logprob)
@@ -274,6 +286,7 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             self._retire(req, Tombstone(Ending.FAILED, frozenset(req.landed), kind, message))
         elif self.links.ready(req.prefill):
             self.aborting_queue.take(req)
+            self.kv.release_hit(req)
             self.links.send(req.prefill, Cancel(req.room))
         else:
             self._prefill.set_aside(req)

@@ -15,10 +15,10 @@
   will touch decode's pages any more.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import assert_never, cast
 
-from common.chunked_prefill import split_budget
+from common.chunked_prefill import begin_behind_cached, split_budget
 from common.events import FromPeer, PeerClosed, PeerProbed
 from common.lifecycle import PREFILL_EDGES, State
 from common.messages import (
@@ -244,26 +244,16 @@ class PrefillScheduler(Scheduler[PrefillReq]):
     def _select(self) -> list[tuple[PrefillReq, Row]]:
         self._admit()
         reqs = self.prefilling.snapshot()
-        self._reuse_cached(reqs)
-        shares = split_budget([req.remaining for req in reqs], self.settings.chunk_size)
+        budget = self.settings.chunk_size
+        for req in begin_behind_cached(reqs, budget, self.kv):
+            self._post(req, len(req.chain), None)
+        shares = split_budget([req.remaining for req in reqs], budget)
         rows = []
         for req, share in zip(reqs, shares, strict=True):
             if share:
                 lora_slot = None if req.lora is None else self._lora.slot_of(req.lora)
                 rows.append((req, req.next_chunk(share, lora_slot)))
         return rows
-
-    def _reuse_cached(self, reqs: Sequence[PrefillReq]) -> None:
-        """For those whose turn has come: begin behind what is cached by now, which may be more than
-        at admission. What decode lacks of it is posted there and then."""
-        ahead = 0
-        for req in reqs:
-            if ahead >= self.settings.chunk_size:
-                return
-            if not req.started and req.reads_cache:
-                req.start_behind(self.kv.extend_hit(req))
-                self._post(req, len(req.chain), None)
-            ahead += req.num_uncomputed
 
     def _admit(self) -> None:
         """In rank order; one that does not fit holds back those behind it, so that it cannot

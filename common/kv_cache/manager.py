@@ -75,9 +75,9 @@ class KVCacheManager:
 
     # ------------------------------------------------------------ requests
 
-    def pages_to_admit(self, req: Req, num_tokens: int) -> int:
+    def pages_to_admit(self, req: Req, num_tokens: int, *, reuse: bool = True) -> int:
         """By how many pages `admit` would lower `num_free`: those that others hold cost nothing."""
-        held = sum(1 for entry in self._match(req) if entry.refs)
+        held = sum(1 for entry in self._match(req) if entry.refs) if reuse else 0
         return self.pages_for(num_tokens) - held
 
     def admit(self, req: Req, num_tokens: int, *, reuse: bool = True) -> int | None:

@@ -7,7 +7,7 @@ adapter at any position.
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from common.messages import Incarnation, Room
@@ -16,6 +16,7 @@ from common.plan import Batch, BatchResult, Row, Sample, Write
 VOCAB = 97
 PAGE = 4
 _MODULUS = (1 << 61) - 1
+GARBAGE = -1
 
 
 def advance(state: int, token: int, adapter: str = "") -> int:
@@ -53,15 +54,33 @@ class Memory:
     def __post_init__(self) -> None:
         self.cells = [[None] * PAGE for _ in range(self.num_pages)]
 
+    def wipe(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self.cells[page] = [None] * PAGE
+
+
+@dataclass
+class Told:
+    """What a runner knows of a slot's owner."""
+
+    tokens: list[int] = field(default_factory=list)
+    states: list[int] = field(default_factory=list)
+    """What the KV of each position must be."""
+    table: list[int] = field(default_factory=list)
+
 
 class FakeRunner:
-    """Computes rows against `Memory` the way the real runner does against tensors."""
+    """Computes rows against `Memory` the way the real runner does against tensors.
+
+    Attention reads the KV of all positions before a row. If any of them is not what the request's
+    own tokens make it, whoever's fault that is, everything computed from there on is garbage.
+    """
 
     def __init__(self, memory: Memory, lora_slots: Mapping[int, str]) -> None:
         """`lora_slots`: slot -> digest of what is in it; without those that are being filled."""
         self.memory = memory
         self.lora_slots = lora_slots
-        self.tables: dict[int, list[int]] = {}
+        self.told: dict[int, Told] = {}
         self.fail_next = False
 
     def run(self, batch: Batch) -> BatchResult:
@@ -74,22 +93,36 @@ class FakeRunner:
 
     def _row(self, row: Row) -> Sample | None:
         if row.init is not None:
-            self.tables[row.slot] = []
-        table = self.tables[row.slot]
-        table += row.new_pages
+            known = [*row.init.prompt_ids, *row.init.output_ids]
+            self.told[row.slot] = Told(tokens=known[: row.start])
+        told = self.told[row.slot]
+        used = -(-row.start // PAGE)
+        fresh = row.new_pages[max(0, used - len(told.table)) :]
+        told.table += row.new_pages
+        self.memory.wipe(fresh)
         if row.lora_slot is not None and row.lora_slot not in self.lora_slots:
             raise Violation(f"computed with slot {row.lora_slot}, which is empty or being filled")
         adapter = "" if row.lora_slot is None else self.lora_slots[row.lora_slot]
-        state = 7 if row.start == 0 else self._read(table, row.start - 1)
+        state = self._attend(told, row.start, adapter)
         for offset, token in enumerate(row.token_ids):
             state = advance(state, token, adapter)
             position = row.start + offset
-            self.memory.cells[table[position // PAGE]][position % PAGE] = state
+            self.memory.cells[told.table[position // PAGE]][position % PAGE] = state
+        told.tokens += row.token_ids
         return None if row.sample_index is None else Sample(next_token(state))
 
-    def _read(self, table: list[int], position: int) -> int:
-        value = self.memory.cells[table[position // PAGE]][position % PAGE]
-        return -1 if value is None else value
+    def _attend(self, told: Told, upto: int, adapter: str) -> int:
+        """The state after all positions before `upto`; garbage unless all of them are right."""
+        if len(told.tokens) != upto:
+            raise Violation(f"a row starts at {upto}, the slot has computed {len(told.tokens)}")
+        states = told.states
+        for token in told.tokens[len(states) :]:
+            states.append(advance(states[-1] if states else 7, token, adapter))
+        for first in range(0, upto, PAGE):
+            expected = states[first : first + PAGE]
+            if self.memory.cells[told.table[first // PAGE]][: len(expected)] != expected:
+                return GARBAGE
+        return states[-1] if states else 7
 
 
 @dataclass

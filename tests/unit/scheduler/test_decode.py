@@ -172,7 +172,7 @@ def test_an_aborted_transfer_keeps_its_pages_until_prefill_has_drained() -> None
 
 
 def test_an_abort_while_everything_waits_for_pages_ends_at_once() -> None:
-    node = decode(num_pages=4)
+    node = decode(num_pages=4, prefix_cache=False)
     running(node, 1, max_tokens=10)  # two of the four pages
     for room in (2, 3):
         node.router(generate(room, prompt=9, max_tokens=4))

@@ -122,7 +122,7 @@ def test_past_every_bound_it_ends_but_does_not_say_that_its_writes_have() -> Non
 
 
 def test_decode_finishes_what_holds_kv_also_what_is_still_arriving() -> None:
-    node = decode(num_pages=5)
+    node = decode(num_pages=5, prefix_cache=False)
     running(node, 1, max_tokens=5)
     node.router(generate(2, prompt=4, max_tokens=5))  # in transfer
     node.router(generate(3, prompt=12, max_tokens=5))  # no page is left

@@ -14,18 +14,29 @@ SEEDS = 150
 Router = type[ModelRouter] | type[RealRouter]
 
 
+def next_prompt(world: World, chance: random.Random) -> list[int]:
+    """Often the beginning of what was said before, cut anywhere, and something new behind it."""
+    said: list[int] = []
+    if world.router.clients and chance.random() < 0.6:
+        before = chance.choice(world.router.clients[-8:])
+        said = [*before.prompt, *before.output]
+        said = said[: chance.choice([len(said), chance.randint(0, len(said))])][:40]
+    new = chance.randint(0 if said else 1, 10 if said else 40)
+    return said + [chance.randrange(VOCAB) for _ in range(new)]
+
+
 def disturb(world: World, chance: random.Random) -> None:
     """One thing that can happen to a cluster."""
     names = list(world.nodes)
     name = chance.choice(names)
     node = world.nodes[name]
-    match chance.randrange(16):
+    match chance.randrange(17):
         case 0 | 1 | 2 | 3:
-            prompt = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 40))]
+            prompt = next_prompt(world, chance)
             stop = (chance.randrange(VOCAB),) if chance.random() < 0.3 else ()
             world.router.submit(prompt, chance.choice([1, 1, 2, 8, 30]), stop)
         case 4:
-            node.scheduler.pause_generation(chance.choice(list(PauseMode)))
+            node.pause(chance.choice(list(PauseMode)))
         case 5 | 6:
             node.scheduler.continue_generation()
         case 7:
@@ -49,6 +60,8 @@ def disturb(world: World, chance: random.Random) -> None:
         case 14 if chance.random() < 0.3:
             one, other = chance.choice(world.prefills()), chance.choice(world.decodes())
             world.cut(one, other, chance.choice([0.5, 3.0, 9.0]))
+        case 15 if chance.random() < 0.3:
+            node.scheduler.flush_cache()
         case _:
             pass
 
@@ -64,6 +77,7 @@ def run(seed: int, steps: int = 120, router: Router = ModelRouter) -> World:
         repeat=chance.choice([0.0, 0.2]),
         reorder=chance.random() < 0.5,
         local=chance.choice([0.0, 0.3, 1.0]),
+        prefix_cache=chance.random() < 0.8,
         router=router,
     )
     for _ in range(steps):

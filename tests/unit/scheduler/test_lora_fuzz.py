@@ -12,7 +12,7 @@ from common.messages import LoadAdapter, UnloadAdapter
 from tests.unit.scheduler.client import ModelRouter
 from tests.unit.scheduler.model import VOCAB
 from tests.unit.scheduler.real_router import RealRouter
-from tests.unit.scheduler.test_fuzz import Router, disturb
+from tests.unit.scheduler.test_fuzz import Router, disturb, next_prompt
 from tests.unit.scheduler.world import World
 
 SEEDS = 100
@@ -20,7 +20,7 @@ NAMES = ("a", "b", "c", "d", "e")
 
 
 def submit(world: World, chance: random.Random) -> None:
-    prompt = [chance.randrange(VOCAB) for _ in range(chance.randint(1, 40))]
+    prompt = next_prompt(world, chance)
     stop = (chance.randrange(VOCAB),) if chance.random() < 0.3 else ()
     wanted = [w.adapter for w in world.adapters.wanted.values() if not w.going]
     known = [adapter for adapter in wanted if world.router.knows(adapter)]

@@ -140,7 +140,7 @@ def test_retract_on_decode_in_mid_stream_leaves_the_texts_as_they_were() -> None
     for _ in range(20):
         world.tick()
     for name in world.decodes():
-        world.nodes[name].scheduler.pause_generation(PauseMode.RETRACT)
+        world.nodes[name].pause(PauseMode.RETRACT)
     world.tick()
     for name in world.decodes():
         assert world.nodes[name].scheduler.flush_cache() is None or world.writes

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.events import FromPeer, FromRouter, PeerClosed, PeerProbed, RouterLost
+from common.kv_cache.hashing import key
 from common.messages import (
     Cancel,
     Generate,
@@ -22,6 +23,7 @@ from common.messages import (
     UnloadAdapter,
     decode_notification,
 )
+from common.modes import PauseMode
 from common.plan import (
     AddPeer,
     CacheChanged,
@@ -72,9 +74,37 @@ class Node:
     verbs: deque[tuple[int, LoadAdapter | UnloadAdapter]] = field(default_factory=deque)
     """Of adapters, and their tickets."""
 
+    told: set[int] = field(default_factory=set)
+    """Keys of cached pages, as a router would know them."""
+
     @property
     def takes_work(self) -> bool:
         return self.scheduler.paused is None and not self.scheduler.leave.under_way
+
+    def pause(self, mode: PauseMode) -> None:
+        """Where nothing computed before may survive, nothing does: its weights are swapped. What a
+        posted write still reads is not touched by that."""
+        self.scheduler.pause_generation(mode)
+        if mode.empties_node:
+            held = {page for req in self.scheduler._reqs.values() for page in req.pages}
+            self.memory.wipe(set(range(self.memory.num_pages)) - held)
+
+    def hear(self, change: CacheChanged) -> None:
+        """What routers are told must make sense: nothing is stored or evicted twice."""
+        if change.cleared:
+            self.told.clear()
+        if not self.told.issuperset(change.evicted):
+            raise Violation("a page is evicted that was not stored")
+        self.told.difference_update(change.evicted)
+        if not self.told.isdisjoint(change.stored):
+            raise Violation("a page is stored twice")
+        self.told.update(change.stored)
+
+    def check_told(self) -> None:
+        """After a plan's messages: routers know exactly what is cached."""
+        entries = self.scheduler.kv._cache._entries
+        if self.told != {key(page_hash) for page_hash in entries}:
+            raise Violation("routers believe something else to be cached")
 
 
 class World:
@@ -223,6 +253,7 @@ class World:
             self._transfer(name, node, command)
         for message in plan.messages:
             self._send(name, message)
+        node.check_told()
         node.loader.submit(plan.adapters, self.now)
         self.adapters.on_answers(name, plan.answers)
         if scheduler.leave.may_end(self.now, is_empty=scheduler.is_empty):
@@ -278,9 +309,11 @@ class World:
         return memory(name, self.pages, PAGE_BYTES)
 
     def _send(self, name: Incarnation, message: Outgoing) -> None:
-        if isinstance(message, ToRouterMsg):
+        if isinstance(message, CacheChanged):
+            self.nodes[name].hear(message)
+        elif isinstance(message, ToRouterMsg):
             self.router.receive(name, message.body)
-        elif not isinstance(message, CacheChanged):
+        else:
             self.network.carry_out(name, message)
 
     # ------------------------------------------------------------ the transfer backend
@@ -383,6 +416,9 @@ class World:
                 raise Violation(
                     f"{decode_notification(write.notification)} hits pages of {req.rid}"
                 )
+        cached = {entry.page for entry in target.scheduler.kv._cache._entries.values()}
+        if cached & set(write.target_pages):
+            raise Violation(f"{decode_notification(write.notification)} hits cached pages")
 
 
 __all__ = ["ROUTER", "Cancel", "Generate", "World"]
