@@ -201,11 +201,11 @@ def test_a_stray_write_takes_the_pages_it_touched_and_all_behind_them_out_of_the
     behind = len(node.scheduler._reqs[1].chain) - 1
     assert behind >= 3
     node.fact(landed(77, pages=[first.pages[1]]))
+    assert node.scheduler.kv.num_cached == cached - behind
     node.step()
     assert node.said(Retracted) == [Retracted(1)]
     counters = node.scheduler.counters
     assert (counters["stray_writes"], counters["cache_doubtful_pages"]) == (1, behind)
-    assert node.scheduler.kv.num_cached == cached - behind
     node.fact(landed(78, pages=[first.pages[0]]))
     node.step()
     assert node.said(Retracted) == [Retracted(1), Retracted(2)]
