@@ -30,8 +30,9 @@ def alone(room: int, prompt: int = 6, **fields: Any) -> Any:
 
 
 def node(budget: int = 3, **overrides: Any) -> Driven:
-    """A decode node that takes `budget` prompt tokens beside a running batch, else 6."""
-    driven = decode(**overrides)
+    """A decode node that takes `budget` prompt tokens beside a running batch, else 6. It computes
+    all of them: the prompts here begin alike."""
+    driven = decode(**{"prefix_cache": False} | overrides)
     assert isinstance(driven.scheduler, DecodeScheduler)
     driven.scheduler._local._beside = budget
     return driven
