@@ -7,23 +7,17 @@ the owners of the pages it reads and writes.
 """
 
 import random
-from collections import deque
-from dataclasses import dataclass, field
 from typing import Any
 
 from common.events import FromPeer, FromRouter, PeerClosed, PeerProbed, RouterLost
-from common.kv_cache.hashing import key
 from common.messages import (
     Cancel,
     Generate,
     Incarnation,
-    LoadAdapter,
     PeerGone,
     PeerMemory,
-    UnloadAdapter,
     decode_notification,
 )
-from common.modes import PauseMode
 from common.plan import (
     AddPeer,
     CacheChanged,
@@ -49,6 +43,7 @@ from tests.unit.scheduler.model import FakeRunner, Memory, PostedWrite, Violatio
 from tests.unit.scheduler.network import Network, memory
 from tests.unit.scheduler.node_settings import LEASE_S, PAGE_BYTES, POST_S, settings
 from tests.unit.scheduler.real_router import RealRouter
+from tests.unit.scheduler.virtual_node import Node
 
 ROUTER = "router-1"
 TICK_S, TCP_TIMEOUT_S = 0.1, 10.0
@@ -57,54 +52,6 @@ LATE_S = 0.7
 LATE_NOTIFICATIONS, NOTIFIED_LATE_S = 0.2, 6.0
 """Share of notifications that come long after their bytes, and by how much at most: past the lease,
 when the pages may have new owners."""
-
-
-@dataclass
-class Node:
-    scheduler: Scheduler[Any]
-    memory: Memory
-    runner: FakeRunner
-    loader: FakeLoader
-    inbox: deque[FromRouter | RouterLost] = field(default_factory=deque)
-    facts: list[Any] = field(default_factory=list)
-    frozen_until: float = 0.0
-    leases: dict[Incarnation, float] = field(default_factory=dict)
-    peers: set[Incarnation] = field(default_factory=set)
-    """Prefill: what the transfer backend knows."""
-    verbs: deque[tuple[int, LoadAdapter | UnloadAdapter]] = field(default_factory=deque)
-    """Of adapters, and their tickets."""
-
-    told: set[int] = field(default_factory=set)
-    """Keys of cached pages, as a router would know them."""
-
-    @property
-    def takes_work(self) -> bool:
-        return self.scheduler.paused is None and not self.scheduler.leave.under_way
-
-    def pause(self, mode: PauseMode) -> None:
-        """Where nothing computed before may survive, nothing does: its weights are swapped. What a
-        posted write still reads is not touched by that."""
-        self.scheduler.pause_generation(mode)
-        if mode.empties_node:
-            held = {page for req in self.scheduler._reqs.values() for page in req.pages}
-            self.memory.wipe(set(range(self.memory.num_pages)) - held)
-
-    def hear(self, change: CacheChanged) -> None:
-        """What routers are told must make sense: nothing is stored or evicted twice."""
-        if change.cleared:
-            self.told.clear()
-        if not self.told.issuperset(change.evicted):
-            raise Violation("a page is evicted that was not stored")
-        self.told.difference_update(change.evicted)
-        if not self.told.isdisjoint(change.stored):
-            raise Violation("a page is stored twice")
-        self.told.update(change.stored)
-
-    def check_told(self) -> None:
-        """After a plan's messages: routers know exactly what is cached."""
-        entries = self.scheduler.kv._cache._entries
-        if self.told != {key(page_hash) for page_hash in entries}:
-            raise Violation("routers believe something else to be cached")
 
 
 class World:
