@@ -1,10 +1,11 @@
 """The one loop of both node roles: facts in, a plan out, one forward pass, again.
 
     drain inbox ─▶ poll transfers ─▶ schedule ─▶ submit transfers ─▶ send ─▶ run batch ─▶ take in
-                   and adapters                  and adapters
+                   and workers                   and workers
 
-It blocks in `wait` whenever there is nothing to compute, and never spins: the transfer, adapter and
-I/O threads wake it. Control messages are handled at the top of a turn, so between steps.
+It blocks in `wait` whenever there is nothing to compute, and never spins: the transfer and I/O
+threads, and the workers that read adapters and compile grammars, wake it. Control messages are
+handled at the top of a turn, so between steps.
 """
 
 import logging
@@ -30,6 +31,8 @@ from common.plan import (
     AdapterEvent,
     Batch,
     BatchResult,
+    CompileGrammar,
+    GrammarEvent,
     Outgoing,
     TransferCommand,
     TransferEvent,
@@ -62,6 +65,14 @@ class Adapters(Protocol):
     def poll(self) -> list[AdapterEvent]: ...
 
 
+class Grammars(Protocol):
+    """The engine thread's side of what compiles grammars; neither call blocks."""
+
+    def submit(self, commands: Sequence[CompileGrammar]) -> None: ...
+
+    def poll(self) -> list[GrammarEvent]: ...
+
+
 class Port(Protocol):
     """The engine thread's side of the I/O thread."""
 
@@ -91,6 +102,7 @@ class EventLoop:
         runner: Runner,
         transfers: Transfers,
         adapters: Adapters,
+        grammars: Grammars,
         port: Port,
         *,
         tick_s: float = 0.5,
@@ -100,6 +112,7 @@ class EventLoop:
         self._runner = runner
         self._transfers = transfers
         self._adapters = adapters
+        self._grammars = grammars
         self._port = port
         self._tick_s = tick_s
         self._clock = clock
@@ -117,11 +130,15 @@ class EventLoop:
             self._scheduler.on_transfer(fact, self._clock())
         for outcome in self._adapters.poll():
             self._scheduler.on_adapter(outcome, self._clock())
+        for compiled in self._grammars.poll():
+            self._scheduler.on_grammar(compiled, self._clock())
         plan = self._scheduler.schedule(self._clock())
         if plan.transfers:
             self._transfers.submit(plan.transfers)
         if plan.adapters:
             self._adapters.submit(plan.adapters)
+        if plan.grammars:
+            self._grammars.submit(plan.grammars)
         if plan.answers:
             self._publish()  # routers see the change before they hear that it was made
         if plan.messages or replies or plan.answers:
@@ -202,11 +219,8 @@ class EventLoop:
                 return AdminDone(ticket, True, "draining")
             case AbortRequests(rid):
                 return AdminDone(ticket, True, f"aborted {scheduler.abort_requests(rid)}")
-            case LoadAdapter():
-                scheduler.load_adapter(ticket, verb)
-                return None
-            case UnloadAdapter():
-                scheduler.unload_adapter(ticket, verb)
+            case LoadAdapter() | UnloadAdapter():
+                scheduler.change_adapters(ticket, verb)
                 return None
             case _:
                 assert_never(verb)

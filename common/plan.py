@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from common.events import AdminDone
 from common.messages import (
+    Grammar,
     Incarnation,
     PeerMemory,
     Room,
@@ -72,10 +73,17 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class NotSampled:
+    """Nothing could be drawn: the request's grammar is used up. `error` is for people."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class BatchResult:
     """`samples[i]` belongs to `rows[i]`; None where nothing was to be sampled."""
 
-    samples: tuple[Sample | None, ...]
+    samples: tuple[Sample | NotSampled | None, ...]
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     """`prompt_logprobs[i]` is what `rows[i]` asked for, one for each of its `next_ids`; empty where
     no row did."""
@@ -233,6 +241,32 @@ class AdapterFailed:
 
 AdapterEvent = AdapterRead | AdapterPlaced | AdapterFailed
 
+# ---------------------------------------------------------------- grammars
+
+
+@dataclass(frozen=True, slots=True)
+class CompileGrammar:
+    """Compile what a room's output must obey; ends with `GrammarCompiled` or `GrammarFailed`."""
+
+    room: Room
+    grammar: Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarCompiled:
+    room: Room
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarFailed:
+    """This node cannot compile it; `error` is for people."""
+
+    room: Room
+    error: str
+
+
+GrammarEvent = GrammarCompiled | GrammarFailed
+
 # ---------------------------------------------------------------- messages
 
 
@@ -301,5 +335,6 @@ class StepPlan:
     transfers: tuple[TransferCommand, ...]
     messages: tuple[Outgoing, ...]
     adapters: tuple[AdapterCommand, ...] = ()
+    grammars: tuple[CompileGrammar, ...] = ()
     answers: tuple[AdminDone, ...] = ()
     """To verbs that took longer than the turn in which they came."""

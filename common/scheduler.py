@@ -22,6 +22,7 @@ from typing import assert_never, final
 
 from common.drain import Leave
 from common.events import FromPeer, FromRouter, PeerClosed, PeerProbed, RouterLost
+from common.grammar.desk import GrammarDesk
 from common.intake import never_fits, not_now
 from common.invariants import check_queues
 from common.kv_cache import hashing
@@ -53,6 +54,8 @@ from common.plan import (
     AdapterEvent,
     Batch,
     BatchResult,
+    GrammarEvent,
+    NotSampled,
     PeerFailed,
     Row,
     StepPlan,
@@ -93,6 +96,7 @@ class Scheduler(Role[R]):
             holders=self._slot_holders,
             unfinished=self._live,
         )
+        self._grammars = GrammarDesk()
         self._in_step: tuple[tuple[R, Row], ...] = ()
         self.paused: PauseMode | None = None
         """The mode of the pause in force."""
@@ -160,10 +164,15 @@ class Scheduler(Role[R]):
         self._now = now
         problem = self._lora.on_event(event)
         if problem is not None:
-            waiting = [req for state in self._NOT_COMPUTED for req in self.queues[state]]
-            for req in waiting:
+            for req in [req for state in self._NOT_COMPUTED for req in self.queues[state]]:
                 if req.lora == event.adapter:
                     self._fail(req, FailureKind.ADAPTER, problem)
+
+    @final
+    def on_grammar(self, event: GrammarEvent, now: float) -> None:
+        """Take in one fact from the grammar compiler. A failure concerns that request."""
+        self._now = now
+        self._grammars.on_event(event, self._reqs.get(event.room), self._fail)
 
     def add_request(self, generate: Generate, router: Incarnation) -> None:
         """Accept one attempt, or tell its router why not. Repeated and ended rooms are dropped."""
@@ -176,10 +185,9 @@ class Scheduler(Role[R]):
             self.abort_room(previous)
         req = self._new_request(generate, router)
         waiting = sum(len(self.queues[state]) for state in self._WITHOUT_PAGES)
-        settings, needed = self.settings, self._pages_needed(req)
         refusal = (
-            not_now(waiting, settings, self.leave)
-            or never_fits(req, settings, needed)
+            not_now(waiting, self.settings, self.leave)
+            or never_fits(req, self.settings, self._pages_needed(req))
             or self._lora.refusal(req)
         )
         if refusal is not None:
@@ -192,6 +200,7 @@ class Scheduler(Role[R]):
         self._reqs[room] = req
         self._rooms_by_rid[router, req.rid] = room
         self._lora.assign(req)
+        self._grammars.want(req)
         self._accept(req)
 
     def abort_room(self, room: Room) -> None:
@@ -214,14 +223,10 @@ class Scheduler(Role[R]):
     # ------------------------------------------------------------ adapters
 
     @final
-    def load_adapter(self, ticket: int, verb: LoadAdapter) -> None:
-        """Answered in a later plan, once the adapter can serve or cannot be loaded."""
-        self._lora.load(ticket, verb)
-
-    @final
-    def unload_adapter(self, ticket: int, verb: UnloadAdapter) -> None:
-        """New requests of it fail from now on; answered in a later plan, once it is gone."""
-        self._lora.unload(ticket, verb)
+    def change_adapters(self, ticket: int, verb: LoadAdapter | UnloadAdapter) -> None:
+        """Answered in a later plan, once the adapter can serve (or cannot be loaded), or is gone:
+        new requests of one that is unloaded fail from now on."""
+        self._lora.change(ticket, verb)
 
     @property
     def adapters(self) -> tuple[AdapterInfo, ...]:
@@ -290,7 +295,9 @@ class Scheduler(Role[R]):
         transfers, messages = self._outbox.drain()
         adapters, answers = self._lora.end_turn(rows)
         batch = Batch(tuple(row for _, row in rows)) if rows else None
-        return StepPlan(batch, transfers, messages, adapters, answers)
+        return StepPlan(
+            batch, transfers, messages, adapters, self._grammars.take_commands(), answers
+        )
 
     @final
     def process_batch_result(self, result: BatchResult, now: float) -> None:
@@ -301,7 +308,10 @@ class Scheduler(Role[R]):
             if req.prompt_logprobs is not None:
                 req.prompt_logprobs += scores
         for (req, row), sample in zip(step, result.samples, strict=True):
-            self._on_computed(req, row, sample)
+            if isinstance(sample, NotSampled):
+                self._fail(req, FailureKind.INVALID, sample.error)
+            else:
+                self._on_computed(req, row, sample)
 
     @final
     def process_batch_failure(self, error: str, now: float) -> None:

@@ -120,7 +120,10 @@ class DecodeScheduler(Scheduler[DecodeReq]):
 
     def _preallocate(self, req: DecodeReq) -> bool:
         """Take its pages and name them to prefill, or compute them here; False if that has to
-        wait, and so do those behind it. One that waits for its adapter is passed over."""
+        wait, and so do those behind it. One that waits for its adapter or its grammar is passed
+        over."""
+        if not self._grammars.ready(req):
+            return True
         if not self._lora.admit(req) or (req.is_local and not self._lora.ready(req)):
             return True
         active = tuple(self._retractable())

@@ -1,7 +1,7 @@
 """The composition root of a node, and the only code that looks at `DisaggregationMode`.
 
     model ─▶ page pool ─▶ transfer (pool registered) ─▶ I/O thread ─▶ scheduler ─▶ event loop
-      └────▶ slots and loader of adapters                  └─ Hello to the routers, last of all
+      └────▶ loader of adapters, compiler of grammars      └─ Hello to the routers, last of all
 
 The mode selects the scheduler subclass and the node's side of the peer link; from then on nothing
 asks which half of a request this process serves. A router hears of a node only when its model, pool
@@ -32,6 +32,9 @@ from common.engine.runner import ModelRunner
 from common.engine.spec import fingerprint
 from common.event_loop import EventLoop
 from common.gatekeeper import NoCurve
+from common.grammar.compiler import GrammarCompiler
+from common.grammar.store import GrammarStore
+from common.grammar.vocabulary import load_vocabulary
 from common.kv_cache.storage import PagedKVCache, pages_in
 from common.logs import setup_logging
 from common.messages import Fingerprint
@@ -164,7 +167,8 @@ def _compose(
     max_model_len = choose_max_model_len(config.max_model_len, model.spec.max_positions)
     cache = _make_cache(config, model)
     slots = LoraPool(model.spec, model.dtype, config.max_loras_per_batch, config.max_lora_rank)
-    runner = ModelRunner(model, cache, config.max_running_requests, max_model_len, slots)
+    grammars = GrammarStore(lambda: load_vocabulary(folder, model.spec.vocab_size))
+    runner = ModelRunner(model, cache, config.max_running_requests, max_model_len, slots, grammars)
     runner.warm_up()
 
     transfer = _register(nixl_params, cache, identity)
@@ -179,10 +183,13 @@ def _compose(
     adapters = AdapterLoader(model.spec, slots)
     stack.callback(adapters.close)
     adapters.start(io.wake)
+    compiler = GrammarCompiler(grammars)
+    stack.callback(compiler.close)
+    compiler.start(io.wake)
 
     agreed = fingerprint(model.spec, model.digest, model.dtype_name, config.page_size)
     settings = _scheduler_settings(config, identity, agreed, cache, model, max_model_len)
-    loop = EventLoop(half.make_scheduler(settings, cache), runner, transfer, adapters, io)
+    loop = EventLoop(half.make_scheduler(settings, cache), runner, transfer, adapters, compiler, io)
     registration = Registration(
         served_model_name=config.served_model_name or config.model.rstrip("/").rpartition("/")[2],
         fingerprint=agreed,

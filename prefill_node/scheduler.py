@@ -257,11 +257,11 @@ class PrefillScheduler(Scheduler[PrefillReq]):
 
     def _admit(self) -> None:
         """In rank order; one that does not fit holds back those behind it, so that it cannot
-        starve. One that waits for its adapter is passed over."""
+        starve. One that waits for its adapter or its grammar is passed over."""
         for req in self.waiting_queue.snapshot():
             if not self._slots.any_free:
                 return
-            if not (self._lora.admit(req) and self._lora.ready(req)):
+            if not (self._lora.admit(req) and self._lora.ready(req) and self._grammars.ready(req)):
                 continue
             if self.kv.admit(req, req.num_tokens, reuse=req.reads_cache) is None:
                 return

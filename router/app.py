@@ -76,9 +76,7 @@ async def serve(
     info = load_model_info(model_path, codec)
     service = _service(config, random, end or asyncio.Event(), access.keys)
     names = ModelNames(config.model_name, config.model, service.adapters)
-    grammars = GrammarChecks(
-        model_path, info.vocab_size, info.eos_token_ids, config.grammar_timeout_s
-    )
+    grammars = GrammarChecks(model_path, info.vocab_size, config.grammar_timeout_s)
     preparer = Preparer(codec, info, service.registry, config, names, random, grammars)
     runner = _runner(_application(config, access, service, preparer), service)
     try:

@@ -10,7 +10,6 @@ import logging
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -67,11 +66,8 @@ class _NoAnswer(Exception):
 class GrammarChecks:
     """The router's side of its checker, which is started when it is first needed."""
 
-    def __init__(
-        self, folder: Path, vocab_size: int, end_ids: Sequence[int], timeout_s: float
-    ) -> None:
-        ids = ",".join(str(id_) for id_ in end_ids)
-        self._command = ["-m", "common.grammar.check_server", str(folder), str(vocab_size), ids]
+    def __init__(self, folder: Path, vocab_size: int, timeout_s: float) -> None:
+        self._command = ["-m", "common.grammar.check_server", str(folder), str(vocab_size)]
         self._timeout_s = timeout_s
         self._verdicts: OrderedDict[Grammar, Answer] = OrderedDict()
         self._asking: dict[Grammar, asyncio.Task[Answer | None]] = {}

@@ -18,9 +18,10 @@ from common.engine.lora.apply import LoraBatch, LoraRows, plan_lora
 from common.engine.lora.pool import LoraPool
 from common.engine.prompt_logprobs import prompt_logprobs
 from common.engine.sampler import Draw, Sampler
+from common.grammar.store import GrammarStore
 from common.kv_cache.storage import PagedKVCache
 from common.messages import SamplingParams
-from common.plan import Batch, BatchResult, Row, Sample, SlotInit
+from common.plan import Batch, BatchResult, NotSampled, Row, Sample, SlotInit
 
 
 class ModelRunner:
@@ -38,6 +39,7 @@ class ModelRunner:
         max_slots: int,
         max_model_len: int,
         lora: LoraPool | None = None,
+        grammars: GrammarStore | None = None,
     ) -> None:
         spec = model.spec
         held = (cache.num_layers, cache.num_kv_heads, cache.head_dim, cache.dtype)
@@ -56,7 +58,7 @@ class ModelRunner:
         self._num_pages = [0] * max_slots
         self._attention = TorchAttention(cache, spec.num_heads, spec.windows, model.dtype)
         self._rope = model.model.rope_table(max_model_len)
-        self._sampler = Sampler(spec.vocab_size, device)
+        self._sampler = Sampler(spec.vocab_size, device, grammars)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> BatchResult:
@@ -76,7 +78,7 @@ class ModelRunner:
             self._attention.plan(plan),
             self._plan_lora(rows),
         )
-        samples: list[Sample | None] = [None] * len(rows)
+        samples: list[Sample | NotSampled | None] = [None] * len(rows)
         draws = [Draw(row.slot, row.sample_index) for row in rows if row.sample_index is not None]
         if draws:
             logits = self._model.logits(self._last_tokens(hidden, rows, drawing))

@@ -1,9 +1,10 @@
 """From logits to tokens, doing for each row only what its request asked for.
 
-Order as in vLLM: log probabilities come from the raw logits; then min_tokens, logit_bias and
-penalties; then, unless greedy, temperature, min_p, top_k and top_p; then one draw by inverting the
-cumulative distribution at a counter-based uniform number (`philox`). Rows that want nothing but the
-best token share one argmax.
+Order as in vLLM: log probabilities come from the raw logits; then logit_bias and penalties; then
+the grammar's mask, so that no bias brings back what it forbids, and min_tokens, which yields where
+the grammar allows nothing but the end; then, unless greedy, temperature, min_p, top_k and top_p;
+then one draw by inverting the cumulative distribution at a counter-based uniform number (`philox`).
+Rows that want nothing but the best token share one argmax.
 """
 
 import math
@@ -13,9 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.engine.constraint import Constraint
 from common.engine.philox import uniform
+from common.grammar.errors import GrammarError
+from common.grammar.store import GrammarStore
 from common.messages import SamplingParams, TokenLogprob
-from common.plan import Sample, SlotInit
+from common.plan import NotSampled, Sample, SlotInit
 
 GREEDY_TEMPERATURE = 1e-5
 """Below this a temperature means greedy: dividing by it would overflow."""
@@ -34,8 +38,15 @@ class Draw:
 class SlotSampling:
     """How one request samples, with what it has generated as far as its penalties need that."""
 
-    def __init__(self, init: SlotInit, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        init: SlotInit,
+        vocab_size: int,
+        device: torch.device,
+        constraint: Constraint | None = None,
+    ) -> None:
         params = init.sampling
+        self._constraint = constraint
         self.params = params
         self.greedy = params.temperature < GREEDY_TEMPERATURE
         self._stop_ids = _ids(params.stop_token_ids, device)
@@ -57,19 +68,22 @@ class SlotSampling:
 
     def _adjusts(self, index: int) -> bool:
         return (
-            self._seen is not None
+            self._constraint is not None
+            or self._seen is not None
             or self._counts is not None
             or bool(self.params.logit_bias)
             or index < self.params.min_tokens
         )
 
     def adjusted(self, logits: Tensor, index: int) -> Tensor:
-        """`logits` [vocab_size] with mask, bias and penalties applied; a copy if anything is."""
+        """`logits` [vocab_size] with bias, penalties and masks applied; a copy if anything is.
+
+        Raises:
+            GrammarError: no token can be drawn any more.
+        """
         if not self._adjusts(index):
             return logits
         logits = logits.clone()
-        if index < self.params.min_tokens:
-            logits[self._stop_ids] = -math.inf
         if self.params.logit_bias:
             logits.index_add_(0, self._bias_ids, self._bias)
         if self._seen is not None:
@@ -79,10 +93,23 @@ class SlotSampling:
         if self._counts is not None:
             logits -= self.params.frequency_penalty * self._counts
             logits -= self.params.presence_penalty * (self._counts > 0)
+        if self._constraint is not None:
+            logits.masked_fill_(self._constraint.forbidden(), -math.inf)
+        if index < self.params.min_tokens:
+            self._put_off_stops(logits)
         return logits
 
+    def _put_off_stops(self, logits: Tensor) -> None:
+        """Take the stop tokens away, unless the grammar has left nothing else."""
+        stops = logits[self._stop_ids]
+        logits[self._stop_ids] = -math.inf
+        if self._constraint is not None and bool(logits.max() == -math.inf):
+            logits[self._stop_ids] = stops
+
     def record(self, token_id: int) -> None:
-        """Take a drawn token into the penalties."""
+        """Take a drawn token into the penalties and the grammar."""
+        if self._constraint is not None:
+            self._constraint.record(token_id)
         if self._seen is not None:
             self._seen[token_id] = True
         if self._counts is not None:
@@ -92,29 +119,45 @@ class SlotSampling:
 class Sampler:
     """Sampling state of every slot, and the drawing itself."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, device: torch.device, grammars: GrammarStore | None = None
+    ) -> None:
         self._vocab_size = vocab_size
         self._device = device
+        self._grammars = grammars
         self._slots: dict[int, SlotSampling] = {}
 
     def reset(self, slot: int, init: SlotInit) -> None:
         """`slot` has a new owner."""
-        self._slots[slot] = SlotSampling(init, self._vocab_size, self._device)
+        constraint = None
+        if init.sampling.grammar is not None:
+            assert self._grammars is not None, "a row with a grammar, and nothing to compile it"
+            constraint = Constraint(init, self._grammars, self._device)
+        self._slots[slot] = SlotSampling(init, self._vocab_size, self._device, constraint)
 
-    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> list[Sample]:
+    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> list[Sample | NotSampled]:
         """Draw one token a row; `logits` is [len(draws), vocab_size]."""
         states = [self._slots[draw.slot] for draw in draws]
         plain = [state.plain(draw.index) for state, draw in zip(states, draws, strict=True)]
         # On a CPU `max` finds the place of a maximum four times as fast as `argmax` does.
         best = logits.max(dim=-1).indices.tolist() if any(plain) else []
-        samples = []
+        samples: list[Sample | NotSampled] = []
         for row, (state, draw) in enumerate(zip(states, draws, strict=True)):
             if plain[row]:
                 samples.append(Sample(best[row]))
                 continue
-            samples.append(sample_row(logits[row].float(), state, draw.index))
-            state.record(samples[-1].token_id)
+            samples.append(_sample_and_record(logits[row].float(), state, draw.index))
         return samples
+
+
+def _sample_and_record(raw: Tensor, state: SlotSampling, index: int) -> Sample | NotSampled:
+    """What goes wrong with a row's grammar concerns that row."""
+    try:
+        sample = sample_row(raw, state, index)
+    except GrammarError as error:
+        return NotSampled(str(error))
+    state.record(sample.token_id)
+    return sample
 
 
 def sample_row(raw: Tensor, state: SlotSampling, index: int) -> Sample:

@@ -1,4 +1,4 @@
-"""Checks grammars in a process of its own: `python -m common.grammar.check_server FOLDER SIZE IDS`.
+"""Checks grammars in a process of its own: `python -m common.grammar.check_server FOLDER SIZE`.
 
 What a user sends can keep the library busy for minutes, make it take all memory, or overflow its
 stack, which ends the process. So the process that a user reaches, the router, compiles nothing:
@@ -43,12 +43,11 @@ class _Running:
     received: bytearray
 
 
-def main(folder: str, size: str, end_ids: str) -> None:
+def main(folder: str, size: str) -> None:
     """Serve until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the router's to handle
     try:
-        ids = tuple(int(part) for part in end_ids.split(",") if part)
-        vocabulary = load_vocabulary(Path(folder), int(size), ids)
+        vocabulary = load_vocabulary(Path(folder), int(size))
     except GrammarError as error:
         _refuse_all(str(error))
     else:

@@ -6,6 +6,7 @@ from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
 from common.grammar.errors import GrammarError
+from common.model_folder import end_token_ids
 
 
 class Vocabulary:
@@ -30,19 +31,19 @@ class Vocabulary:
             raise GrammarError(f"the tokenizer: {error}") from None
 
 
-def load_vocabulary(folder: Path, size: int, end_ids: tuple[int, ...]) -> Vocabulary:
+def load_vocabulary(folder: Path, size: int) -> Vocabulary:
     """That of the model in `folder`.
 
     Raises:
-        GrammarError: there is no usable `tokenizer.json`, or no `end_ids`.
+        GrammarError: there is no usable `tokenizer.json`, or nothing ends an output.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise GrammarError(f"{folder} has no tokenizer.json")
+        raise GrammarError("the model's folder has no tokenizer.json")
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise GrammarError(f"{path}: {error}") from error
+        raise GrammarError(f"tokenizer.json: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return Vocabulary(tokenizer, size, end_ids)
+    return Vocabulary(tokenizer, size, end_token_ids(folder, tokenizer.token_to_id))

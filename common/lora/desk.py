@@ -68,7 +68,14 @@ class AdapterDesk:
 
     # ------------------------------------------------------------ verbs
 
-    def load(self, ticket: int, verb: LoadAdapter) -> None:
+    def change(self, ticket: int, verb: LoadAdapter | UnloadAdapter) -> None:
+        """Load or unload; answered in the plan of this turn or of a later one."""
+        if isinstance(verb, LoadAdapter):
+            self._load_one(ticket, verb)
+        else:
+            self._unload_one(ticket, verb)
+
+    def _load_one(self, ticket: int, verb: LoadAdapter) -> None:
         """Answered when the adapter can serve, or why it cannot."""
         self._tickets.add(ticket)
         entry = self._table.named(verb.name)
@@ -100,7 +107,7 @@ class AdapterDesk:
         else:
             self._answer(ticket, False, f"{named}, from {entry.path}")
 
-    def unload(self, ticket: int, verb: UnloadAdapter) -> None:
+    def _unload_one(self, ticket: int, verb: UnloadAdapter) -> None:
         """Takes no new request of it from now on; answered once it is gone."""
         self._tickets.add(ticket)
         entry = self._table.named(verb.name)

@@ -43,11 +43,12 @@ ROUTER_ALLOWED = ("common.kv_cache.hashing",)
 
 TORCH_HOMES = ("common/engine/*", "common/kv_cache/storage.py")
 NIXL_HOMES = ("transfer/nixl.py",)
+GRAMMAR_HOMES = ("common/grammar/*",)
 MODE_HOMES = ("deploy/node.py",)
 
 PURE = (
     "common/scheduler.py", "common/lifecycle.py", "common/request.py", "common/plan.py",
-    "common/role.py", "common/lora/*.py",
+    "common/role.py", "common/lora/*.py", "common/grammar/desk.py",
     "common/ledger.py", "common/outbox.py", "common/slots.py", "common/stats.py",
     "common/tombstones.py", "common/kv_cache/page_pool.py", "common/kv_cache/manager.py",
     "common/kv_cache/prefix_cache.py", "common/kv_cache/hashing.py", "decode_node/prefill_side.py",
@@ -171,6 +172,10 @@ def stray_torch(sources: Sources) -> list[str]:
     return _stray(sources, "torch", TORCH_HOMES)
 
 
+def stray_llguidance(sources: Sources) -> list[str]:
+    return _stray(sources, "llguidance", GRAMMAR_HOMES)
+
+
 def stray_nixl(sources: Sources) -> list[str]:
     return _stray(sources, "nixl", NIXL_HOMES)
 
@@ -252,6 +257,6 @@ def too_long(sources: Sources) -> list[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    wrong_arrows, impure_router, stray_torch, stray_nixl, impure_decisions, modes_looked_at,
-    shapeless_names, too_long,
+    wrong_arrows, impure_router, stray_torch, stray_nixl, stray_llguidance, impure_decisions,
+    modes_looked_at, shapeless_names, too_long,
 )  # fmt: skip

@@ -31,6 +31,8 @@ from common.plan import (
     AdapterRead,
     Batch,
     BatchResult,
+    CompileGrammar,
+    GrammarEvent,
     PeerAdded,
     ReadAdapter,
     Sample,
@@ -56,6 +58,7 @@ class Recorder:
         self.adapters: tuple[AdapterInfo, ...] = ()
         self.error: Exception | None = None
         self.disk = Disk()
+        self.compiler = Compiler()
 
     def drain(self) -> list[Event]:
         events, self.inbox = self.inbox, []
@@ -106,10 +109,27 @@ class Disk:
         return events
 
 
+class Compiler:
+    """What compiles grammars; a test says what came of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[CompileGrammar] = []
+        self.events: list[GrammarEvent] = []
+
+    def submit(self, commands: Sequence[CompileGrammar]) -> None:
+        self.asked += commands
+
+    def poll(self) -> list[GrammarEvent]:
+        events, self.events = self.events, []
+        return events
+
+
 def make() -> tuple[EventLoop, Recorder, PrefillScheduler]:
     recorder = Recorder()
     scheduler = PrefillScheduler(settings("p", 24, prefix_cache=False), PAGE_BYTES)
-    loop = EventLoop(scheduler, recorder, recorder, recorder.disk, recorder, clock=lambda: 0.0)
+    loop = EventLoop(
+        scheduler, recorder, recorder, recorder.disk, recorder.compiler, recorder, clock=lambda: 0.0
+    )
     recorder.inbox.append(FromPeer("d", 1, HELLO))
     recorder.facts.append(PeerAdded("d"))
     loop.turn()

@@ -103,6 +103,7 @@ class Engine:
             generation.computed += count
             assert (sample is None) == (row.sample_index is None)
             if sample is not None:
+                assert isinstance(sample, Sample), sample
                 generation.samples.append(sample)
                 generation.outputs.append(sample.token_id)
 

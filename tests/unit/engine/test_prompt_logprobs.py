@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.engine.prompt_logprobs import SLICE_TOKENS
 from common.messages import TokenLogprob
-from common.plan import Batch
+from common.plan import Batch, Sample
 from tests.unit.engine.conftest import Zoo
 from tests.unit.engine.driving import Engine, Generation, greedy
 
@@ -43,7 +43,7 @@ def scored(
         found += result.prompt_logprobs[-1]
         generation.computed += count
         for other, sample in zip(others, result.samples, strict=False):
-            assert sample is not None
+            assert isinstance(sample, Sample)
             other.computed += 1
             other.outputs.append(sample.token_id)
     return found

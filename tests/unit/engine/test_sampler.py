@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -31,7 +32,14 @@ def sample_one(
 ) -> Sample:
     sampler = Sampler(logits.shape[0], CPU)
     sampler.reset(0, SlotInit(sampling, prompt, outputs))
-    return sampler.sample(logits.unsqueeze(0), [Draw(0, index)])[0]
+    return drawn_by(sampler, logits.unsqueeze(0), [Draw(0, index)])[0]
+
+
+def drawn_by(sampler: Sampler, logits: torch.Tensor, draws: Sequence[Draw]) -> list[Sample]:
+    """Where something can be drawn for each row."""
+    samples = sampler.sample(logits, draws)
+    assert all(isinstance(sample, Sample) for sample in samples)
+    return [sample for sample in samples if isinstance(sample, Sample)]
 
 
 def random_logits(seed: int, size: int = VOCAB) -> torch.Tensor:
@@ -132,7 +140,7 @@ def test_frequencies_follow_the_distribution(changes: dict[str, Any]) -> None:
     sampler = Sampler(8, CPU)
     sampler.reset(0, SlotInit(sampling, (), ()))
     draws = [Draw(0, index) for index in range(4000)]
-    drawn = Counter(sample.token_id for sample in sampler.sample(logits.repeat(4000, 1), draws))
+    drawn = Counter(s.token_id for s in drawn_by(sampler, logits.repeat(4000, 1), draws))
     values, ids = candidates(logits / sampling.temperature, sampling)
     ids = torch.arange(8) if ids is None else ids
     expected = 4000 * torch.softmax(values, 0)
@@ -147,7 +155,7 @@ def test_a_replay_draws_the_same_in_any_slot_and_batch() -> None:
     first = Sampler(VOCAB, CPU)
     first.reset(0, SlotInit(sampling, (1, 2), ()))
     whole = [
-        first.sample(row.unsqueeze(0), [Draw(0, index)])[0].token_id
+        drawn_by(first, row.unsqueeze(0), [Draw(0, index)])[0].token_id
         for index, row in enumerate(logits)
     ]
     second = Sampler(VOCAB, CPU)
@@ -155,7 +163,7 @@ def test_a_replay_draws_the_same_in_any_slot_and_batch() -> None:
     second.reset(3, SlotInit(sampling, (1, 2), tuple(whole[:7])))
     for index in range(7, 12):
         batch = torch.stack([random_logits(77), logits[index]])
-        samples = second.sample(batch, [Draw(0, index), Draw(3, index)])
+        samples = drawn_by(second, batch, [Draw(0, index), Draw(3, index)])
         assert samples[1].token_id == whole[index]
 
 
@@ -262,7 +270,7 @@ def test_plain_rows_beside_others() -> None:
     sampler.reset(1, SlotInit(params(temperature=0.0, logprobs=1), (), ()))
     sampler.reset(2, SlotInit(params(temperature=0.0, logit_bias={3: 100.0}), (), ()))
     rows = torch.stack([random_logits(seed) for seed in range(3)]).to(torch.bfloat16)
-    samples = sampler.sample(rows, [Draw(slot, 0) for slot in range(3)])
+    samples = drawn_by(sampler, rows, [Draw(slot, 0) for slot in range(3)])
     best = rows.argmax(-1).tolist()
     assert [sample.token_id for sample in samples] == [best[0], best[1], 3]
     assert [sample.logprob is None for sample in samples] == [True, False, True]

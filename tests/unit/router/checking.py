@@ -14,7 +14,7 @@ class ChecksHere:
     """Compiles in this very process."""
 
     def __init__(self, folder: Path) -> None:
-        self._vocabulary = load_vocabulary(folder, VOCAB_SIZE, (2,))
+        self._vocabulary = load_vocabulary(folder, VOCAB_SIZE)
 
     async def checked(self, grammar: Grammar, field: str) -> Grammar:
         try:

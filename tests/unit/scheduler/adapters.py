@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from common.events import AdminDone
 from common.messages import Adapter, Incarnation, LoadAdapter, UnloadAdapter
-from common.scheduler import Scheduler
 from tests.unit.scheduler.model import Violation
 
 if TYPE_CHECKING:
@@ -108,15 +107,6 @@ class Adapters:
             if name not in busy and (mine is None or mine.adapter.digest != digest):
                 due.append(UnloadAdapter(name))
         return due
-
-    @staticmethod
-    def administer(
-        scheduler: Scheduler[Any], ticket: int, verb: LoadAdapter | UnloadAdapter
-    ) -> None:
-        if isinstance(verb, LoadAdapter):
-            scheduler.load_adapter(ticket, verb)
-        else:
-            scheduler.unload_adapter(ticket, verb)
 
     def on_answers(self, node: Incarnation, answers: Sequence[AdminDone]) -> None:
         for done in answers:

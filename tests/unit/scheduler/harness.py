@@ -106,10 +106,10 @@ class Driven:
 
     def load(self, name: str, ticket: int = 0, **fields: Any) -> None:
         verb = LoadAdapter(name=name, **{"path": f"/{name}"} | fields)
-        self.scheduler.load_adapter(ticket, verb)
+        self.scheduler.change_adapters(ticket, verb)
 
     def unload(self, name: str, ticket: int = 0) -> None:
-        self.scheduler.unload_adapter(ticket, UnloadAdapter(name))
+        self.scheduler.change_adapters(ticket, UnloadAdapter(name))
 
     def loader(self, error: str | None = None) -> None:
         """The loader has carried out what it was given: as asked, or it all failed. A path's

@@ -186,7 +186,7 @@ class World:
         while node.inbox:
             scheduler.handle(node.inbox.popleft(), self.now)
         while node.verbs:
-            self.adapters.administer(scheduler, *node.verbs.popleft())
+            scheduler.change_adapters(*node.verbs.popleft())
         for event in node.loader.poll(self.now):
             scheduler.on_adapter(event, self.now)
         facts, node.facts = node.facts, []
