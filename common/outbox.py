@@ -46,8 +46,9 @@ class Outbox:
     def probe(self, peer: Incarnation, address: str) -> None:
         self._messages.append(ProbePeer(peer, address))
 
-    def cache_changed(self, change: CacheChanged) -> None:
-        self._messages.append(change)
+    def cache_changed(self, change: CacheChanged | None) -> None:
+        if change is not None:
+            self._messages.append(change)
 
     def transfer(self, command: TransferCommand) -> None:
         self._transfers.append(command)

@@ -17,7 +17,6 @@ After dask's `WorkerState` (events -> instructions, no I/O) and vLLM's schedule/
 
 from collections import Counter
 from collections.abc import Collection, Iterator
-from functools import lru_cache, partial
 from typing import assert_never, final
 
 from common.drain import Leave
@@ -25,7 +24,6 @@ from common.events import FromPeer, FromRouter, PeerClosed, PeerProbed, RouterLo
 from common.grammar.desk import GrammarDesk
 from common.intake import never_fits, not_now
 from common.invariants import check_queues
-from common.kv_cache import hashing
 from common.kv_cache.manager import KVCacheManager
 from common.ledger import Ledger
 from common.lifecycle import Edges, R, ReqQueue, State
@@ -77,13 +75,7 @@ class Scheduler(Role[R]):
             state: ReqQueue(state, edges) for state in edges if state is not None
         }
         self.ledger = Ledger()
-        root = partial(hashing.root, settings.fingerprint, settings.weight_version)
-        self.kv = KVCacheManager(
-            settings.num_pages,
-            settings.page_size,
-            lru_cache(maxsize=1024)(root) if settings.prefix_cache else None,
-            self.counters,
-        )
+        self.kv = KVCacheManager.of_node(settings, self.counters)
         self._ended: ReqQueue[R] = ReqQueue(State.ENDED, edges)
         self._reqs: dict[Room, R] = {}
         self._rooms_by_rid: dict[tuple[Incarnation, str], Room] = {}
@@ -257,11 +249,7 @@ class Scheduler(Role[R]):
 
     def flush_cache(self) -> str | None:
         """Empty the prefix cache; returns why it cannot be done now, or None."""
-        holders = sum(1 for req in self._reqs.values() if req.pages)
-        if holders or self.kv.num_quarantined:
-            return f"{holders} requests hold pages, {self.kv.num_quarantined} are quarantined"
-        self.kv.clear_cache()
-        return None
+        return self.kv.flush(self._reqs.values())
 
     @property
     def is_empty(self) -> bool:
@@ -289,15 +277,12 @@ class Scheduler(Role[R]):
             self._lora.dismiss(for_good=self.leave.may_end(now, is_empty=self.is_empty))
             if self.is_empty:
                 self._say_goodbye()
-        change = self.kv.take_changes()
-        if change is not None:
-            self._outbox.cache_changed(change)
+        self._outbox.cache_changed(self.kv.take_changes())
         transfers, messages = self._outbox.drain()
         adapters, answers = self._lora.end_turn(rows)
+        grammars = self._grammars.take_commands()
         batch = Batch(tuple(row for _, row in rows)) if rows else None
-        return StepPlan(
-            batch, transfers, messages, adapters, self._grammars.take_commands(), answers
-        )
+        return StepPlan(batch, transfers, messages, adapters, grammars, answers)
 
     @final
     def process_batch_result(self, result: BatchResult, now: float) -> None:

@@ -37,11 +37,6 @@ class Matcher:
         self._inner = inner
         self._vocab_size = vocab_size
 
-    @property
-    def is_complete(self) -> bool:
-        """The grammar is satisfied, and nothing but the end can follow."""
-        return self._inner.is_stopped()
-
     def allowed(self) -> NDArray[np.bool_]:
         """Which tokens may come next, by id; at least one may.
 

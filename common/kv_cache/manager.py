@@ -13,13 +13,16 @@ then, and while a transfer may still touch it, a page is one request's own.
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
+from common.kv_cache import hashing
 from common.kv_cache.hashing import PageHashes
 from common.kv_cache.page_pool import PagePool
 from common.kv_cache.prefix_cache import CachedPage, PrefixCache
 from common.messages import Incarnation, Room
 from common.plan import CacheChanged
 from common.request import Req
+from common.settings import SchedulerSettings
 
 RootOf = Callable[[str], bytes]
 """Adapter digest -> where the page hashes of its requests begin: `hashing.root` of this node."""
@@ -50,6 +53,13 @@ class KVCacheManager:
         self._cache = PrefixCache(self._pool.free)
         self._root_of = root_of
         self._quarantine: dict[Room, Quarantined] = {}
+
+    @classmethod
+    def of_node(cls, settings: SchedulerSettings, counters: "Counter[str]") -> "KVCacheManager":
+        """That of the node with these settings; it caches unless they say no."""
+        root = partial(hashing.root, settings.fingerprint, settings.weight_version)
+        root_of = lru_cache(maxsize=1024)(root) if settings.prefix_cache else None
+        return cls(settings.num_pages, settings.page_size, root_of, counters)
 
     @property
     def num_pages(self) -> int:
@@ -183,6 +193,14 @@ class KVCacheManager:
         return self._pool.allocate(count)
 
     # ------------------------------------------------------------ the cache
+
+    def flush(self, reqs: Iterable[Req]) -> str | None:
+        """Empty the prefix cache, unless one of these requests holds pages; then say so."""
+        holders = sum(1 for req in reqs if req.pages)
+        if holders or self._quarantine:
+            return f"{holders} requests hold pages, {self.num_quarantined} are quarantined"
+        self.clear_cache()
+        return None
 
     def clear_cache(self) -> None:
         """Nothing computed before this is used for a request that comes after it."""

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from common.lifecycle import State
 from common.messages import (
     Abort,
     Failed,
@@ -70,7 +71,7 @@ def test_prefill_passes_over_who_waits_for_a_grammar() -> None:
     assert plan.grammars == (CompileGrammar(1, GRAMMAR),)
     assert plan.batch is not None
     assert len(plan.batch.rows) == 1
-    assert [req.room for req in node.scheduler.waiting_queue] == [1]
+    assert [req.room for req in node.scheduler.queues[State.WAITING]] == [1]
     plan = node.step()
     assert plan.grammars == (), "asked for once"
     assert plan.batch is None
@@ -85,11 +86,11 @@ def test_decode_names_no_pages_before_it_has_the_grammar() -> None:
     node.step()
     node.peer(PeerWelcome(fingerprint=FINGERPRINT), "p")
     node.step()
-    assert [req.room for req in node.scheduler.prealloc_queue] == [1]
-    assert [req.room for req in node.scheduler.transfer_queue] == [2]
+    assert [req.room for req in node.scheduler.queues[State.PREALLOC]] == [1]
+    assert [req.room for req in node.scheduler.queues[State.TRANSFER]] == [2]
     compiled(node, 1)
     node.step()
-    assert {req.room for req in node.scheduler.transfer_queue} == {1, 2}
+    assert {req.room for req in node.scheduler.queues[State.TRANSFER]} == {1, 2}
 
 
 @pytest.mark.parametrize("make", [prefill, decode])
@@ -157,7 +158,7 @@ def test_a_row_that_cannot_be_drawn_fails_its_request_alone_on_prefill() -> None
     node.step()
     assert node.failures(FailureKind.INVALID) == [1]
     assert [said.room for said in node.said(RoomFailed)] == [1], "decode hears it too"
-    assert [req.room for req in node.scheduler.inflight_queue] == [2]
+    assert [req.room for req in node.scheduler.queues[State.INFLIGHT]] == [2]
 
 
 def test_a_row_that_cannot_be_drawn_fails_its_request_alone_on_decode() -> None:
