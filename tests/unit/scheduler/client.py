@@ -23,7 +23,7 @@ from common.messages import (
     Tokens,
     ToRouter,
 )
-from tests.unit.scheduler.model import Violation, reference
+from tests.unit.scheduler.model import Violation, reference, reference_scores
 
 if TYPE_CHECKING:
     from tests.unit.scheduler.world import World
@@ -52,6 +52,10 @@ class Client:
     replays: int = 0
     aborted: bool = False
     adapter: Adapter | None = None
+    wants_scores: bool = False
+    """It asked for its prompt's logprobs."""
+    scores: list[list[float]] = field(default_factory=list)
+    """Each time that they came."""
 
     def expected(self) -> list[int]:
         digest = "" if self.adapter is None else self.adapter.digest
@@ -69,6 +73,10 @@ class Client:
         expected = self.expected()[: len(self.output) if cut_short else None]
         if self.output != expected:
             raise Violation(f"{self.rid}: {self.output} is not {expected}")
+        digest = "" if self.adapter is None else self.adapter.digest
+        told = [reference_scores(self.prompt, digest)] if self.wants_scores and self.output else []
+        if self.scores != told:
+            raise Violation(f"{self.rid}: prompt logprobs {self.scores} are not {told}")
 
 
 class ModelRouter:

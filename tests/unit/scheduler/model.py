@@ -6,11 +6,12 @@ late or read too soon therefore changes tokens, as it would in a real model, and
 adapter at any position.
 """
 
+import itertools
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from common.messages import Incarnation, Room
+from common.messages import Incarnation, Room, TokenLogprob
 from common.plan import Batch, BatchResult, Row, Sample, Write
 
 VOCAB = 97
@@ -38,6 +39,20 @@ def reference(prompt: list[int], count: int, adapter: str = "") -> list[int]:
         output.append(next_token(state))
         state = advance(state, output[-1], adapter)
     return output
+
+
+def score(state: int, token: int) -> float:
+    """What a model in this state thinks of a prompt's next token."""
+    return -float((state * 31 + token) % 9973)
+
+
+def reference_scores(prompt: list[int], adapter: str = "") -> list[float]:
+    """What an undisturbed run says of all prompt tokens but the first."""
+    state, scores = 7, []
+    for token, following in itertools.pairwise(prompt):
+        state = advance(state, token, adapter)
+        scores.append(score(state, following))
+    return scores
 
 
 class Violation(AssertionError):
@@ -89,9 +104,10 @@ class FakeRunner:
             raise RuntimeError("planted engine failure")
         if not batch.rows or len({row.slot for row in batch.rows}) != len(batch.rows):
             raise Violation("an empty batch, or one slot twice")
-        return BatchResult(tuple(self._row(row) for row in batch.rows))
+        done = [self._row(row) for row in batch.rows]
+        return BatchResult(tuple(sample for sample, _ in done), tuple(scores for _, scores in done))
 
-    def _row(self, row: Row) -> Sample | None:
+    def _row(self, row: Row) -> tuple[Sample | None, tuple[TokenLogprob, ...]]:
         if row.init is not None:
             known = [*row.init.prompt_ids, *row.init.output_ids]
             self.told[row.slot] = Told(tokens=known[: row.start])
@@ -104,12 +120,16 @@ class FakeRunner:
             raise Violation(f"computed with slot {row.lora_slot}, which is empty or being filled")
         adapter = "" if row.lora_slot is None else self.lora_slots[row.lora_slot]
         state = self._attend(told, row.start, adapter)
+        scores = []
         for offset, token in enumerate(row.token_ids):
             state = advance(state, token, adapter)
             position = row.start + offset
             self.memory.cells[told.table[position // PAGE]][position % PAGE] = state
+            if offset < len(row.next_ids):
+                scores.append(TokenLogprob(score(state, row.next_ids[offset])))
         told.tokens += row.token_ids
-        return None if row.sample_index is None else Sample(next_token(state))
+        sample = None if row.sample_index is None else Sample(next_token(state))
+        return sample, tuple(scores)
 
     def _attend(self, told: Told, upto: int, adapter: str) -> int:
         """The state after all positions before `upto`; garbage unless all of them are right."""

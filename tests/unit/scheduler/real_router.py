@@ -61,8 +61,10 @@ class Listening:
     def deliver(self, output: Output) -> None:
         client = self.client
         match output:
-            case NewTokens(token_ids, _, finish):
+            case NewTokens(token_ids, _, finish, scores):
                 client.output += token_ids
+                if scores is not None:
+                    client.scores.append([told.logprob for told in scores])
                 if finish is not None:
                     self._end(finish.value)
             case JobAborted():
@@ -114,7 +116,13 @@ class RealRouter:
         client.adapter = adapter
         listening = Listening(client)
         self._listening.append(listening)
-        sampling = SamplingParams(max_tokens=max_tokens, seed=1, stop_token_ids=stop)
+        client.wants_scores = len(self._listening) % 3 == 0
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            seed=1,
+            stop_token_ids=stop,
+            prompt_logprobs=0 if client.wants_scores else None,
+        )
         listening.job = self.dispatcher.submit(
             client.rid, "", prompt, sampling, listening, self.world.now, adapter=adapter
         )
