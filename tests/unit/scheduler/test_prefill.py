@@ -332,3 +332,28 @@ def test_known_outputs_are_no_part_of_the_prompt() -> None:
         node.step()
     (output,) = (out for tokens in node.said(Tokens) for out in tokens.outputs)
     assert [score.logprob for score in output.prompt_logprobs] == [-1, -2, -3]
+
+
+def test_a_prompt_whose_logprobs_are_wanted_is_computed_whole() -> None:
+    """The cached part of it has KV, but no logits."""
+    node = prefill()
+    wish = SamplingParams(max_tokens=8, seed=1, prompt_logprobs=0)
+    for room, sampling in ((1, SamplingParams(max_tokens=8, seed=1)), (2, wish), (3, wish)):
+        node.router(generate(room, prompt=11, sampling=sampling))
+        node.peer(destination(room, pages=3), "d")
+        for _ in range(4):
+            node.step()
+        for write in node.sent(Write):
+            if write.room == room:
+                node.fact(WriteDone(room, write.chunk, 1, 0.1))
+    outputs = {out.room: out for tokens in node.said(Tokens) for out in tokens.outputs}
+    for room in (2, 3):
+        assert [score.logprob for score in outputs[room].prompt_logprobs] == [
+            -i for i in range(1, 11)
+        ]
+        assert outputs[room].cached_tokens == 0
+    node.router(generate(4, prompt=11))
+    node.peer(destination(4, pages=3), "d")
+    batch = node.step().batch
+    assert batch is not None
+    assert batch.rows[0].start == 8, "who does not ask still finds it cached"
