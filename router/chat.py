@@ -60,8 +60,9 @@ class ChatPreparer:
             request.tools,
             request.tool_choice,
             parallel=request.parallel_tool_calls is not False,
+            answer=request.grammar_wish(),
         )
-        knobs = await with_grammar(knobs, wish.grammar or request.grammar_wish(), self._grammars)
+        knobs = await with_grammar(knobs, wish.grammar, self._grammars)
         ids = await self.ids(
             request.messages,
             add_generation_prompt=request.add_generation_prompt is not False,

@@ -8,7 +8,7 @@ from typing import Any
 from router.errors import invalid
 from router.protocol.grammars import Wish
 from router.protocol.tools import NamedChoice, Tool
-from router.tools.forced import calls_grammar
+from router.tools.forced import calls_grammar, calls_or_answer
 from router.tools.formats import FORMATS, ForcedJson, FormatName
 from router.tools.options import CallOptions
 from router.tools.parser import CallParser
@@ -30,10 +30,7 @@ class ToolWish:
     calls: CallOptions | None = None
     """None: the answer is text, whatever it looks like."""
     grammar: Wish | None = None
-    """What makes the model call."""
-
-
-NO_TOOLS = ToolWish()
+    """What the model is held to, be it to calls."""
 
 
 class ToolDesk:
@@ -56,8 +53,9 @@ class ToolDesk:
         choice: str | NamedChoice | None,
         *,
         parallel: bool = True,
+        answer: Wish | None = None,
     ) -> ToolWish:
-        """Check what a request says.
+        """Check what a request says. `answer` is the grammar it wants for what is no call.
 
         Raises:
             ApiError: 400, naming the field.
@@ -66,15 +64,19 @@ class ToolDesk:
         _check(tools)
         wanted = self._wanted(tools, choice)
         if not tools or choice == "none":
-            return NO_TOOLS
+            return ToolWish(grammar=answer)
         plain = tuple(tool.plain() for tool in tools)
-        if wanted is None:
+        key = self._parser.arguments_key
+        if wanted is not None:
+            named = isinstance(choice, NamedChoice)
+            many = parallel and not named
+            options = self._options(ForcedJson, wanted, parallel=many, by_name=named)
+            return ToolWish(plain, options, Wish(calls_grammar(wanted, key, many=many), "tools"))
+        if answer is None:
             return ToolWish(plain, self._options(self._parser, tools, parallel=parallel))
-        named = isinstance(choice, NamedChoice)
-        many = parallel and not named
-        grammar = Wish(calls_grammar(wanted, self._parser.arguments_key, many=many), "tools")
-        options = self._options(ForcedJson, wanted, parallel=many, by_name=named)
-        return ToolWish(plain, options, grammar)
+        grammar = calls_or_answer(tools, key, answer, many=parallel)
+        options = self._options(ForcedJson, tools, parallel=parallel)
+        return ToolWish(plain, options, Wish(grammar, answer.field))
 
     def _wanted(
         self, tools: Sequence[Tool], choice: str | NamedChoice | None

@@ -223,6 +223,90 @@ def test_the_answer_ends_with_its_only_call(long_folder: Path) -> None:
     in_cluster(long_folder, scenario, node_settings=ROOMY)
 
 
+REQUIRED = [{"name": "get_weather", "arguments": {"city": c}} for c in ("Oslo", "Rome")]
+BY_NAME = {"type": "function", "function": {"name": "get_weather"}}
+
+
+def held_to(c: Cluster) -> dict[str, Any]:
+    """The JSON schema of the last request."""
+    generate = c.nodes["d1"].got(Generate)[-1]
+    assert isinstance(generate, Generate)
+    assert generate.sampling.grammar is not None
+    schema: dict[str, Any] = json.loads(generate.sampling.grammar.text)
+    return schema
+
+
+def test_calls_that_must_be_made_come_from_a_grammar(long_folder: Path) -> None:
+    async def scenario(c: Cluster) -> None:
+        script(c, json.dumps(REQUIRED, indent=1))
+        body = {"messages": [USER], "tools": [WEATHER], "tool_choice": "required", "n": 2}
+        _, answer = await c.post("/v1/chat/completions", body)
+        assert len(answer["choices"]) == 2
+        for choice in answer["choices"]:
+            assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+            calls = [call["function"] for call in choice["message"]["tool_calls"]]
+            assert [json.loads(call["arguments"]) for call in calls] == [
+                call["arguments"] for call in REQUIRED
+            ]
+        assert held_to(c)["items"]["properties"]["name"] == {"const": "get_weather"}
+        content, streamed_calls = joined(await streamed(c, {**body, "n": 1}))
+        assert (content, len(streamed_calls)) == ("", 2)
+        whole = json.dumps(REQUIRED, indent=1)
+        cut = len(c.codec.encode_now(whole[: whole.index("ome")]))
+        chunks = await streamed(c, {**body, "n": 1, "max_tokens": cut})
+        content, streamed_calls = joined(chunks)
+        assert (content, chunks[-1]["finish_reason"]) == ("", "length")
+        assert streamed_calls[1]["arguments"].endswith('"R')
+
+    in_cluster(long_folder, scenario, node_settings=ROOMY)
+
+
+def test_a_named_function_is_called_once(long_folder: Path) -> None:
+    async def scenario(c: Cluster) -> None:
+        script(c, json.dumps(REQUIRED[0]))
+        body = {"messages": [USER], "tools": [WEATHER], "tool_choice": BY_NAME}
+        _, answer = await c.post("/v1/chat/completions", body)
+        (choice,) = answer["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", None)
+        assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+        assert held_to(c)["type"] == "object"
+        chunks = await streamed(c, body)
+        assert joined(chunks)[1][0]["arguments"] == '{"city": "Oslo"}'
+        assert chunks[-1]["finish_reason"] == "stop"
+
+    in_cluster(long_folder, scenario, node_settings=ROOMY)
+
+
+def test_an_answer_in_json_and_calls_go_together(long_folder: Path) -> None:
+    async def scenario(c: Cluster) -> None:
+        schema = {"type": "object", "properties": {"mild": {"type": "boolean"}}}
+        response_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        body = {"messages": [USER], "tools": [WEATHER], "response_format": response_format}
+        script(c, '{"mild": true}')
+        _, answer = await c.post("/v1/chat/completions", body)
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": '{"mild": true}'}
+        assert len(held_to(c)["anyOf"]) == 3
+        script(c, json.dumps(REQUIRED[0]))
+        _, answer = await c.post("/v1/chat/completions", body)
+        assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
+        assert answer["choices"][0]["finish_reason"] == "tool_calls"
+
+    in_cluster(long_folder, scenario, node_settings=ROOMY)
+
+
+def test_parameters_that_no_grammar_can_follow_are_400(long_folder: Path) -> None:
+    async def scenario(c: Cluster) -> None:
+        parameters = {"type": "object", "properties": {"a": {"$ref": "https://example.org/a"}}}
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        body = {"messages": [USER], "tools": [tool], "tool_choice": "required"}
+        status, answer = await c.post("/v1/chat/completions", body)
+        assert (status, answer["error"]["param"]) == (400, "tools")
+        assert not c.nodes["p0"].got(Generate)
+
+    in_cluster(long_folder, scenario, node_settings=ROOMY)
+
+
 def test_logprobs_of_markup_come_with_what_it_became(long_folder: Path) -> None:
     async def scenario(c: Cluster) -> None:
         script(c, f"I look.\n{CALL % 'Oslo'}")

@@ -10,9 +10,11 @@ from jsonschema import Draft202012Validator
 from router.errors import ApiError
 from router.protocol.body import decode_body
 from router.protocol.requests import ChatRequest
+from router.protocol.tools import Function, Tool
 from router.tools.detect import detect_format
+from router.tools.forced import calls_grammar
 from router.tools.formats import ForcedJson, FormatName, Hermes, Llama3Json
-from router.tools.wish import NO_TOOLS, ToolDesk, ToolWish
+from router.tools.wish import ToolDesk, ToolWish
 
 CHAT = msgspec.json.Decoder(ChatRequest)
 ADD = {
@@ -36,7 +38,8 @@ def wish(name: FormatName = "hermes", **body: Any) -> ToolWish:
     request = decode_body(CHAT, raw)
     desk = ToolDesk(name, {"[TOOL_CALLS]": 7}.get, lambda: "0123456789abcdef" * 2)
     parallel = request.parallel_tool_calls is not False
-    return desk.wish(request.tools, request.tool_choice, parallel=parallel)
+    answer = request.grammar_wish()
+    return desk.wish(request.tools, request.tool_choice, parallel=parallel, answer=answer)
 
 
 def named(name: str) -> dict[str, Any]:
@@ -96,19 +99,18 @@ def test_wrong_shapes_are_400_naming_the_field(body: dict[str, Any], param: str)
 
 def test_parameters_nested_beyond_reason_are_refused() -> None:
     schema: dict[str, Any] = {"type": "object"}
-    for _ in range(400):
-        schema = {"type": "object", "properties": {"a": schema}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    for _ in range(100_000):
+        schema = {"type": "object", "not": schema}
     with pytest.raises(ApiError) as refused:
-        wish(tools=[tool], tool_choice="required")
-    assert refused.value.status == 400
+        calls_grammar([Tool("function", Function("f", None, schema))], "arguments", many=True)
+    assert (refused.value.status, refused.value.param) == (400, "tools")
 
 
 def test_nothing_is_parsed_without_tools_or_when_none_is_chosen() -> None:
-    assert wish() == NO_TOOLS
-    assert wish(tools=[]) == NO_TOOLS
-    assert wish(tools=None, tool_choice="auto") == NO_TOOLS
-    assert wish(tools=[ADD], tool_choice="none") == NO_TOOLS
+    assert wish() == ToolWish()
+    assert wish(tools=[]) == ToolWish()
+    assert wish(tools=None, tool_choice="auto") == ToolWish()
+    assert wish(tools=[ADD], tool_choice="none") == ToolWish()
 
 
 def test_auto_gives_the_template_the_tools_and_parses_the_models_format() -> None:
@@ -176,13 +178,69 @@ def test_references_in_data_are_not_touched() -> None:
             "$ref": {"const": {"$ref": "#/x"}},
             "node": {"$ref": "#"},
             "other": {"enum": [{"$ref": "#"}]},
+            "default": {"$ref": "#/$defs/enum"},
         },
+        "$defs": {"enum": {"type": "integer"}},
     }
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     valid = judge(wish(tools=[tool], tool_choice=named("f"))).is_valid
     arguments = {"$ref": {"$ref": "#/x"}, "node": {"node": {}}, "other": {"$ref": "#"}}
     assert valid({"name": "f", "arguments": arguments})
     assert not valid({"name": "f", "arguments": {"node": {"node": 5}}})
+    assert valid({"name": "f", "arguments": {"default": 5}})
+    assert not valid({"name": "f", "arguments": {"default": "5"}})
+
+
+ANSWER = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "answer",
+        "schema": {
+            "type": "object",
+            "properties": {"sum": {"$ref": "#/$defs/n"}},
+            "required": ["sum"],
+            "$defs": {"n": {"type": "integer"}},
+        },
+    },
+}
+
+
+def test_an_answers_schema_leaves_room_for_calls() -> None:
+    found = wish(tools=[ADD, NOW], response_format=ANSWER)
+    assert found.grammar is not None
+    assert found.grammar.field == "response_format.json_schema.schema"
+    assert found.calls is not None
+    assert (found.calls.parser, found.calls.max_calls) == (ForcedJson, None)
+    valid = judge(found).is_valid
+    call = {"name": "add", "arguments": {"a": 1}}
+    assert valid({"sum": 5})
+    assert valid(call)
+    assert valid([call, {"name": "now", "arguments": {}}])
+    assert not valid({"sum": "5"})
+    assert not valid({"name": "add", "arguments": {}})
+    assert not valid([])
+    assert not valid([{"sum": 5}])
+    single = judge(wish(tools=[ADD], response_format=ANSWER, parallel_tool_calls=False)).is_valid
+    assert single(call)
+    assert not single([call])
+    anything = judge(wish(tools=[ADD], response_format={"type": "json_object"})).is_valid
+    assert anything({"b": []})
+    assert anything([call])
+
+
+def test_calls_that_must_be_made_leave_no_room_for_an_answer() -> None:
+    valid = judge(wish(tools=[ADD], tool_choice="required", response_format=ANSWER)).is_valid
+    assert valid([{"name": "add", "arguments": {"a": 1}}])
+    assert not valid({"sum": 5})
+    without = wish(tools=[ADD], tool_choice="none", response_format=ANSWER)
+    assert (without.tools, without.calls) == ((), None)
+    assert not judge(without).is_valid([{"name": "add", "arguments": {"a": 1}}])
+
+
+def test_other_grammars_and_tools_that_may_be_called_exclude_each_other() -> None:
+    with pytest.raises(ApiError) as refused:
+        wish(tools=[ADD], guided_regex="a+")
+    assert (refused.value.status, refused.value.param) == (400, "guided_regex")
 
 
 @pytest.mark.parametrize(
