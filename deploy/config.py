@@ -58,7 +58,7 @@ class ClusterConfig:
     allow_insecure_bind: bool = False
     """Let --host open the endpoint beyond the loopback without API keys."""
     prefill: int = 1
-    """Number of prefill nodes."""
+    """Number of prefill nodes; with none decode nodes compute prompts too."""
     decode: int = 1
     """Number of decode nodes."""
     prefill_args: str = ""
@@ -83,7 +83,9 @@ class ClusterConfig:
     """How long beyond drain_s the children may take to end before they are killed."""
 
     def __post_init__(self) -> None:
-        for field in ("prefill", "decode", "start_timeout_s", "stop_timeout_s"):
+        if self.prefill < 0:
+            raise ValueError(f"prefill must not be negative, not {self.prefill}")
+        for field in ("decode", "start_timeout_s", "stop_timeout_s"):
             if getattr(self, field) <= 0:
                 raise ValueError(f"{field} must be positive, not {getattr(self, field)}")
         if self.drain_s < 0:

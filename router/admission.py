@@ -84,7 +84,8 @@ class Backlog:
     """Tokens of KV that unfinished choices want."""
     decode_tokens: int
     """Tokens of KV that decode nodes hold."""
-    num_prefills: int
+    num_computing: int
+    """Nodes that compute prompts."""
     idle: bool
     """Nobody waits, and some pair of nodes takes a request at once."""
 
@@ -158,7 +159,7 @@ class Admission:
                 raise self._refuse(excess, demand.choices, now)
 
     def _check_tokens(self, demand: Demand, backlog: Backlog) -> "_Excess | None":
-        limit = self.limits.max_queued_tokens * max(1, backlog.num_prefills)
+        limit = self.limits.max_queued_tokens * max(1, backlog.num_computing)
         excess = backlog.queued_tokens + demand.prompt_tokens - limit
         if excess <= 0 or not backlog.queued_tokens:
             return None

@@ -24,6 +24,7 @@ from router.errors import unavailable
 from router.grammar_checks import GrammarChecks
 from router.http import HttpLimits, shield_errors
 from router.limits import Limits
+from router.local_prefill import LocalLimits
 from router.lora_api import LoraApi
 from router.metrics import RouterMetrics
 from router.model_names import ModelNames
@@ -108,7 +109,9 @@ async def serve(
 def _service(
     config: RouterConfig, random: SystemRandom, end: asyncio.Event, keys: ClusterKeys | None
 ) -> RouterService:
-    registry = NodeRegistry(f"router-{uuid4().hex}", config.node_timeout_s)
+    registry = NodeRegistry(
+        f"router-{uuid4().hex}", config.node_timeout_s, decode_alone=config.decode_alone
+    )
     adapters = AdapterCatalogue()
     for name, path in parse_adapters(config.lora).items():
         adapters.want(name, path)
@@ -177,6 +180,7 @@ def _limits(config: RouterConfig) -> Limits:
     return Limits(
         node_wait_s=config.node_wait_s,
         request_timeout_s=config.request_timeout_s,
+        local=LocalLimits(tokens=config.local_prefill_tokens, share=config.local_prefill_share),
         admission=AdmissionLimits(
             max_requests=config.max_requests,
             max_queue_s=config.max_queue_s,

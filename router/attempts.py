@@ -1,5 +1,6 @@
 """The attempts under way, how one begins on two nodes, what its tokens add to the output. Pure."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -7,6 +8,7 @@ from random import Random
 import msgspec
 
 from common.messages import Generate, Incarnation, Room, TokenOutput
+from router.nodes import NodeRegistry
 from router.requests import Attempt, Job, NewTokens
 
 
@@ -16,16 +18,19 @@ class AttemptTable:
     def __init__(self, random: Random) -> None:
         self._random = random
         self._jobs: dict[Room, Job] = {}
+        self.paths = Counter({"disaggregated": 0, "local": 0})
+        """Attempts begun on a pair of nodes, and on a decode node alone."""
 
     def __bool__(self) -> bool:
         return bool(self._jobs)
 
-    def begin(self, job: Job, prefill: Incarnation, decode: Incarnation) -> Attempt:
-        """Draw a room for an attempt on two nodes."""
+    def begin(self, job: Job, prefill: Incarnation | None, decode: Incarnation) -> Attempt:
+        """Draw a room for an attempt; without a prefill node decode computes the prompt."""
         room = 0
         while room == 0 or room in self._jobs:
             room = self._random.getrandbits(63)
         self._jobs[room] = job
+        self.paths["local" if prefill is None else "disaggregated"] += 1
         return Attempt(room, prefill, decode, base=len(job.output_ids))
 
     def end(self, room: Room) -> None:
@@ -35,7 +40,7 @@ class AttemptTable:
         """The attempt that this node may speak of."""
         job = self._jobs.get(room)
         attempt = None if job is None else job.attempt
-        if job is None or attempt is None or node not in (attempt.prefill, attempt.decode):
+        if job is None or attempt is None or node not in attempt.nodes:
             return None
         return job, attempt
 
@@ -49,7 +54,7 @@ class AttemptTable:
             job
             for job in self._jobs.values()
             if job.attempt is not None
-            and node in (job.attempt.prefill, job.attempt.decode)
+            and node in job.attempt.nodes
             and not outlived(node, job.attempt)
             and not (left and node == job.attempt.prefill and job.attempt.first_token)
         ]
@@ -66,11 +71,12 @@ class Gap:
     """Tokens before these are missing: the attempt is worth nothing more."""
 
 
-def generate_pair(
-    job: Job, attempt: Attempt, prefill_address: str, now: float
-) -> tuple[Generate, Generate]:
-    """The messages that start an attempt: prefill's, and decode's, which names prefill."""
-    for_prefill = Generate(
+def generates(
+    job: Job, attempt: Attempt, registry: NodeRegistry, now: float
+) -> list[tuple[Incarnation, Generate]]:
+    """The messages that start an attempt: to who computes the prompt, then to decode if that is
+    another one, which is told of prefill and where it is."""
+    first = Generate(
         room=attempt.room,
         rid=job.rid,
         attempt=job.attempts,
@@ -81,13 +87,17 @@ def generate_pair(
         priority=job.priority,
         adapter=job.adapter,
     )
+    if attempt.prefill is None:
+        return [(attempt.decode, first)]
+    prefill = registry.get(attempt.prefill)
+    assert prefill is not None, "an attempt begins on nodes that are there"
     for_decode = msgspec.structs.replace(
-        for_prefill,
+        first,
         sampling=msgspec.structs.replace(job.sampling, prompt_logprobs=None),
-        prefill_address=prefill_address,
+        prefill_address=prefill.hello.side_channel,
         prefill_incarnation=attempt.prefill,
     )
-    return for_prefill, for_decode
+    return [(attempt.prefill, first), (attempt.decode, for_decode)]
 
 
 def in_turn(
@@ -100,7 +110,7 @@ def in_turn(
     """
     if job.sampling.prompt_logprobs is None:
         return ((node, output),)
-    if node != (attempt.prefill or attempt.decode):
+    if node != attempt.computes:
         attempt.held.append((node, output))
         return ()
     held, attempt.held = attempt.held, []

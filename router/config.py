@@ -36,6 +36,7 @@ _POSITIVE = (
     "backoff_s",
 )
 _NOT_NEGATIVE = (
+    "local_prefill_tokens",
     "drain_s",
     "max_replays_after_death",
     "max_replays_after_fault",
@@ -67,6 +68,14 @@ class RouterConfig:
     """How a decode node is chosen."""
     max_index_pages: int = 2_000_000
     """Cached pages of all nodes that the router remembers, about 100 bytes each; the oldest go."""
+    local_prefill_tokens: int = 32
+    """A decode node that lacks at most so many tokens of a prompt computes them itself, beside its
+    running batch, and nothing is transferred. 0: never for that."""
+    local_prefill_share: float = 0.9
+    """The same if it holds this share of the prompt, and the rest is at most eight times
+    local_prefill_tokens."""
+    decode_alone: bool = True
+    """Where no prefill node is left, decode nodes compute prompts too."""
     max_requests: int = 4096
     """Unfinished choices held at once; more are answered 429."""
     max_queue_s: float = 10.0
@@ -156,6 +165,8 @@ class RouterConfig:
         for name in parse_adapters(self.lora):
             if name in (self.model_name, self.model):
                 raise ValueError(f"lora {name!r}: that is the model's own name")
+        if not 0 < self.local_prefill_share <= 1:
+            raise ValueError(f"local_prefill_share is in (0, 1], not {self.local_prefill_share}")
         if self.heartbeat_s >= self.node_timeout_s:
             raise ValueError("heartbeat_s must be shorter than node_timeout_s")
 

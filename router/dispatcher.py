@@ -29,7 +29,7 @@ from common.messages import (
 from common.modes import PauseMode
 from router.adapters import AdapterCatalogue
 from router.admission import Backlog, Demand
-from router.attempts import AttemptTable, Gap, generate_pair, in_turn, news_of, outlived
+from router.attempts import AttemptTable, Gap, generates, in_turn, news_of, outlived
 from router.cache_index import CacheIndex
 from router.effects import Effects, Send
 from router.errors import ApiError, invalid, timed_out
@@ -77,11 +77,12 @@ class Dispatcher:
         self._random = random
         self.cache = cache if cache is not None else CacheIndex(max_pages=0)
         self.intake = Intake(
-            registry, limits.admission, choose_prefill=choose_prefill, choose_decode=choose_decode
+            registry, limits, choose_prefill=choose_prefill, choose_decode=choose_decode
         )
         self._waiting, self._load = self.intake.waiting, self.intake.load
         self.jobs = JobTable(random)
         self._attempts = AttemptTable(random)
+        self.paths = self._attempts.paths
         adapters = adapters or AdapterCatalogue()
         self._stranded = StrandedWatch(registry, adapters, limits.node_wait_s)
         self._freed = False
@@ -138,7 +139,7 @@ class Dispatcher:
             listener,
             now=now,
             deadline=deadline(arrived or now, terms, self._limits.request_timeout_s),
-            priority=terms.priority,
+            terms=terms,
             adapter=adapter,
         )
         self._waiting.put(job)
@@ -199,14 +200,13 @@ class Dispatcher:
     def _take_in(
         self, node: Incarnation, output: TokenOutput, job: Job, attempt: Attempt, now: float
     ) -> None:
+        if node == attempt.computes and output.index == attempt.base:
+            job.note_cached(output.cached_tokens)
         if node == attempt.decode:
             attempt.decode_spoke = True
         elif attempt.decode_spoke:
-            job.note_cached(output.cached_tokens)
             self.counters["late_prefill_tokens"] += 1
             return
-        else:
-            job.note_cached(output.cached_tokens)
         news = news_of(job, attempt, output)
         match news:
             case None:
@@ -328,10 +328,8 @@ class Dispatcher:
         job.attempt = self._attempts.begin(job, pair.prefill, pair.decode)
         job.times.dispatched = job.times.dispatched or now
         self._load.add(job.attempt.room, job, job.attempt)
-        prefill = self._registry.get(pair.prefill)
-        assert prefill is not None
-        for_prefill, for_decode = generate_pair(job, job.attempt, prefill.hello.side_channel, now)
-        self._effects.sends += (Send(pair.prefill, for_prefill), Send(pair.decode, for_decode))
+        for node, generate in generates(job, job.attempt, self._registry, now):
+            self._effects.sends.append(Send(node, generate))
 
     # ------------------------------------------------------------ ends of attempts
 
@@ -340,7 +338,7 @@ class Dispatcher:
         attempt = job.attempt
         if attempt is None:
             return
-        for node in (attempt.prefill, attempt.decode):
+        for node in attempt.nodes:
             if node != but and self._registry.get(node) is not None:
                 self._effects.sends.append(Send(node, Abort(attempt.room)))
         self._forget_attempt(job)

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from router.admission import Admission, AdmissionLimits, Backlog, Demand, Refusal
+from router.admission import Admission, Backlog, Demand, Refusal
 from router.errors import unavailable
+from router.limits import Limits
 from router.load import BUSY_TOKENS, LoadBook
 from router.nodes import NodeRegistry
 from router.placement import Placement
@@ -18,7 +19,7 @@ class Intake:
     def __init__(
         self,
         registry: NodeRegistry,
-        limits: AdmissionLimits,
+        limits: Limits,
         *,
         choose_prefill: Choose,
         choose_decode: Choose,
@@ -26,9 +27,13 @@ class Intake:
         self._registry = registry
         self.waiting = WaitingRoom()
         self.load = LoadBook()
-        self.admission = Admission(limits)
+        self.admission = Admission(limits.admission)
         self._placement = Placement(
-            registry, self.load, choose_prefill=choose_prefill, choose_decode=choose_decode
+            registry,
+            self.load,
+            limits.local,
+            choose_prefill=choose_prefill,
+            choose_decode=choose_decode,
         )
 
     def check_room_for(self, demand: Demand, priority: int, unfinished: int, now: float) -> None:
@@ -57,7 +62,7 @@ class Intake:
             queued_tokens=on_nodes + self.waiting.tokens,
             held_tokens=self.load.held_tokens + self.waiting.held_tokens,
             decode_tokens=self._registry.decode_tokens(),
-            num_prefills=self._placement.num_prefills(),
+            num_computing=self._placement.num_computing(),
             idle=not self.waiting and self._placement.has_room(self._pace()),
         )
 
@@ -68,11 +73,11 @@ class Intake:
     def note_work(self, *, running: bool, now: float) -> None:
         """Tell the meters whether there is enough to do. `running`: attempts are on nodes that
         are not paused."""
-        enough = BUSY_TOKENS * self._placement.num_prefills()
+        enough = BUSY_TOKENS * self._placement.num_computing()
         busy = bool(self.waiting) or self._placement.tokens_to_prefill() >= enough
         self.admission.note_work(queued=running and busy, unfinished=running, now=now)
 
     def _pace(self) -> float:
-        """Tokens per second of one prefill node; 0 until it is known."""
+        """Tokens per second of one node that computes prompts; 0 until it is known."""
         per_s = self.admission.prefill_tokens_per_s or 0.0
-        return per_s / max(1, self._placement.num_prefills())
+        return per_s / max(1, self._placement.num_computing())

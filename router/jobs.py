@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from random import Random
 
 from common.messages import Adapter, SamplingParams
+from router.protocol.terms import Terms
 from router.requests import Job, JobState, Listener, Timeline
 
 
@@ -44,7 +45,7 @@ class JobTable:
         *,
         now: float,
         deadline: float,
-        priority: int,
+        terms: Terms,
         adapter: Adapter | None,
     ) -> Job:
         """A new job, with a name that no other has."""
@@ -61,7 +62,8 @@ class JobTable:
             listener=listener,
             deadline=deadline,
             times=Timeline(now),
-            priority=priority,
+            priority=terms.priority,
+            whole_path=terms.whole_path,
             adapter=adapter,
         )
         self._jobs[rid] = job

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from router.admission import AdmissionLimits
+from router.local_prefill import LocalLimits
 from router.replay import ReplayLimits
 
 
@@ -12,5 +13,6 @@ class Limits:
 
     node_wait_s: float = 30.0
     request_timeout_s: float = 3600.0
+    local: LocalLimits = field(default_factory=LocalLimits)
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     replay: ReplayLimits = field(default_factory=ReplayLimits)

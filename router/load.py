@@ -14,9 +14,9 @@ from router.policies import Candidate
 from router.requests import Attempt, Job
 
 LOOK_AHEAD_TOKENS = 1024
-"""Prompt tokens a prefill node may have waiting at least: two steps of the default chunk."""
+"""Prompt tokens a node may have waiting at least: two steps of prefill's default chunk."""
 LOOK_AHEAD_S = 1.0
-"""A faster prefill node may have this many seconds of work waiting."""
+"""A faster one may have this many seconds of work waiting."""
 LOOK_AHEAD_REQUESTS = 2
 """So many prompts it may always have, however long: one computes, the next is bound to decode."""
 BUSY_TOKENS = 512
@@ -30,8 +30,10 @@ _QUEUES = ("bootstrap", "waiting", "prefilling", "prealloc", "transfer", "runnin
 class _Share:
     """What one attempt means to its two nodes, in tokens."""
 
-    prefill: Incarnation
+    computes: Incarnation
+    """Who computes the prompt: prefill, or decode where that is alone."""
     decode: Incarnation
+    is_local: bool
     to_compute: int
     known: int
     held: int
@@ -46,6 +48,10 @@ class _Tally:
     """Prefill: to be computed. Decode: of KV that exists or is on its way."""
     held: int = 0
     """Decode: with the room to grow."""
+    prompts: int = 0
+    """Decode: attempts whose prompt it still computes itself."""
+    prompt_tokens: int = 0
+    """Decode: of these prompts."""
     others_requests: int = 0
     others_tokens: int = 0
 
@@ -77,18 +83,20 @@ class LoadBook:
         self._tallies: dict[Incarnation, _Tally] = {}
         self.held_tokens = 0
         """Tokens of KV that this router's attempts want on decode nodes."""
+        self.local_tokens = 0
+        """Prompt tokens that decode nodes still have to compute for this router."""
 
     # ------------------------------------------------------------ this router's attempts
 
     def add(self, room: Room, job: Job, attempt: Attempt) -> None:
         """An attempt begins."""
         known = job.known_tokens
-        share = _Share(attempt.prefill, attempt.decode, known, known, job.held_tokens)
+        is_local = attempt.prefill is None
+        share = _Share(attempt.computes, attempt.decode, is_local, known, known, job.held_tokens)
         self._shares[room] = share
         self._computing.add(room)
-        prefill, decode = self._tally(share.prefill), self._tally(share.decode)
-        prefill.requests += 1
-        prefill.tokens += share.to_compute
+        self._count_prompt(share, 1)
+        decode = self._tally(share.decode)
         decode.requests += 1
         decode.tokens += share.known
         decode.held += share.held
@@ -100,10 +108,18 @@ class LoadBook:
             return 0
         self._computing.remove(room)
         share = self._shares[room]
-        tally = self._tally(share.prefill)
-        tally.requests -= 1
-        tally.tokens -= share.to_compute
+        self._count_prompt(share, -1)
         return share.to_compute
+
+    def _count_prompt(self, share: _Share, sign: int) -> None:
+        tally, tokens = self._tally(share.computes), sign * share.to_compute
+        if share.is_local:
+            tally.prompts += sign
+            tally.prompt_tokens += tokens
+            self.local_tokens += tokens
+        else:
+            tally.requests += sign
+            tally.tokens += tokens
 
     def grew(self, room: Room, job: Job) -> None:
         """The attempt has more tokens now."""
@@ -141,12 +157,14 @@ class LoadBook:
     # ------------------------------------------------------------ what to make of it
 
     def tokens_to_prefill(self, prefills: Iterable[Node]) -> int:
-        """Prompt tokens that these nodes still have to compute, for whomever."""
-        return sum(self._tally(node.incarnation).all_tokens for node in prefills)
+        """Prompt tokens that these nodes still have to compute, for whomever, and what decode
+        nodes compute for this router."""
+        ours = self.local_tokens
+        return ours + sum(self._tally(node.incarnation).all_tokens for node in prefills)
 
     def prefill_candidates(self, nodes: Iterable[Node], tokens_per_s: float) -> list[Candidate]:
         """The prefill nodes that take work. `tokens_per_s`: the pace of one."""
-        ahead = max(LOOK_AHEAD_TOKENS, int(LOOK_AHEAD_S * tokens_per_s))
+        ahead = _look_ahead(tokens_per_s)
         candidates = []
         for node in nodes:
             if node.takes_work:
@@ -155,16 +173,18 @@ class LoadBook:
                 candidates.append(_candidate(node, tally.all_tokens, is_open))
         return candidates
 
-    def decode_candidates(self, nodes: Iterable[Node]) -> list[Candidate]:
-        """The decode nodes that take work."""
+    def decode_candidates(self, nodes: Iterable[Node], tokens_per_s: float) -> list[Candidate]:
+        """The decode nodes that take work. `tokens_per_s`: at which one computes prompts."""
+        ahead = _look_ahead(tokens_per_s)
         candidates = []
         for node in nodes:
             if node.takes_work:
                 tally = self._tally(node.incarnation)
-                held = tally.held + tally.others_tokens
+                load = tally.held + tally.others_tokens + tally.prompt_tokens
                 slots = decode_slots(node.hello.max_running_requests)
                 is_open = tally.all_requests < slots and self._has_pages(node, tally)
-                candidates.append(_candidate(node, held, is_open))
+                computes = tally.prompts < LOOK_AHEAD_REQUESTS or tally.prompt_tokens < ahead
+                candidates.append(_candidate(node, load, is_open, computes))
         return candidates
 
     @staticmethod
@@ -177,6 +197,11 @@ class LoadBook:
         return self._tallies.setdefault(incarnation, _Tally())
 
 
-def _candidate(node: Node, load: int, is_open: bool) -> Candidate:
-    fingerprint = node.hello.fingerprint
-    return Candidate(node.incarnation, fingerprint, node.capacity_tokens, float(load), is_open)
+def _look_ahead(tokens_per_s: float) -> int:
+    """Prompt tokens that may wait on a node which computes so fast."""
+    return max(LOOK_AHEAD_TOKENS, int(LOOK_AHEAD_S * tokens_per_s))
+
+
+def _candidate(node: Node, load: int, is_open: bool, computes: bool = True) -> Candidate:
+    fingerprint, capacity = node.hello.fingerprint, node.capacity_tokens
+    return Candidate(node.incarnation, fingerprint, capacity, float(load), is_open, computes)

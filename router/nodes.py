@@ -73,8 +73,10 @@ class Received:
 class NodeRegistry:
     """All nodes by incarnation."""
 
-    def __init__(self, me: Incarnation, timeout_s: float) -> None:
+    def __init__(self, me: Incarnation, timeout_s: float, *, decode_alone: bool = False) -> None:
+        """`decode_alone`: decode nodes may work where no prefill node does."""
         self.me = me
+        self.decode_alone = decode_alone
         self._timeout_s = timeout_s
         self._nodes: dict[Incarnation, Node] = {}
         self._given_up: OrderedDict[Incarnation, Loss] = OrderedDict()
@@ -242,21 +244,35 @@ class NodeRegistry:
         return min((n.hello.max_model_len for n in self._nodes.values()), default=otherwise)
 
     def capacity_tokens(self, adapter: Adapter | None = None) -> int | None:
-        """Most tokens of KV that some pair with an adapter can hold, paused or not; None if there
-        is no pair."""
-        prefills, decodes = (
-            [node for node in self.of_role(role) if node.stays and node.holds(adapter)]
+        """Most tokens of KV that some pair with an adapter can hold, or a decode node that may work
+        alone, paused or not; None if there is neither."""
+        prefill, decode = (
+            self._largest(role, adapter)
             for role in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
         )
-        return max(
-            (
-                min(prefill.capacity_tokens, decode.capacity_tokens)
-                for prefill in prefills
-                for decode in decodes
-                if decode.hello.fingerprint == prefill.hello.fingerprint
-            ),
-            default=None,
-        )
+        found = [min(prefill[group], decode[group]) for group in prefill.keys() & decode.keys()]
+        if self.decode_alone:
+            served = self.prefill_groups(adapter)
+            found += [tokens for group, tokens in decode.items() if group not in served]
+        return max(found, default=None)
+
+    def _largest(self, role: DisaggregationMode, adapter: Adapter | None) -> dict[Fingerprint, int]:
+        """The largest pool of a role's nodes that stay, for each kind of page."""
+        largest: dict[Fingerprint, int] = {}
+        for node in self.of_role(role):
+            if node.stays and node.holds(adapter):
+                group = node.hello.fingerprint
+                largest[group] = max(largest.get(group, 0), node.capacity_tokens)
+        return largest
+
+    def prefill_groups(self, adapter: Adapter | None) -> set[Fingerprint]:
+        """The kinds of pages that some prefill node makes, or will after a pause. Decode nodes of
+        other kinds have to work alone."""
+        return {
+            node.hello.fingerprint
+            for node in self.of_role(DisaggregationMode.PREFILL)
+            if node.stays and node.is_equipped and node.holds(adapter)
+        }
 
     def decode_tokens(self) -> int:
         """Tokens of KV that all decode nodes hold together, paused or not."""
@@ -264,16 +280,17 @@ class NodeRegistry:
         return sum(node.capacity_tokens for node in decodes if node.stays)
 
     def missing(self, adapter: Adapter | None = None) -> str | None:
-        """Why no pair of nodes can work with an adapter, also after a pause; None if one can."""
+        """Why nobody can work with an adapter, also after a pause; None if a pair of nodes can, or
+        a decode node alone."""
+        if self.capacity_tokens(adapter) is not None:
+            return None
         for role in DisaggregationMode:
             staying = [node for node in self.of_role(role) if node.stays]
             if not staying:
                 return f"no {role} node is available"
             if adapter is not None and not any(node.holds(adapter) for node in staying):
                 return f"no {role} node that is left has adapter {adapter.name!r}"
-        if self.capacity_tokens(adapter) is None:
-            return "no prefill node fits a decode node: " + "; ".join(self.mismatches())
-        return None
+        return "no prefill node fits a decode node: " + "; ".join(self.mismatches())
 
     def is_equipping(self) -> bool:
         """Whether a node may soon have adapters that it has not now."""
@@ -281,12 +298,16 @@ class NodeRegistry:
 
     def unready(self) -> str | None:
         """Why a request that came now could not be served; None if a pair could, also one that is
-        paused, and has shaken hands."""
+        paused, and has shaken hands, or a decode node may work alone."""
         missing = self.missing()
         if missing is not None:
             return missing
         reason = "no decode node has shaken hands with a prefill node yet"
+        served = self.prefill_groups(None)
         for decode in self.of_role(DisaggregationMode.DECODE):
+            is_alone = self.decode_alone and decode.hello.fingerprint not in served
+            if is_alone and decode.stays and decode.is_equipped:
+                return None
             for peer in decode.stats.linked_peers:
                 prefill = self.get(peer)
                 if not decode.stays or prefill is None or not prefill.stays:

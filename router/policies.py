@@ -24,11 +24,14 @@ class Candidate:
     """What waits or runs there, in one unit for all candidates of a role; smaller is better."""
     is_open: bool = True
     """Whether it takes one more attempt now; not when it has enough to do."""
+    computes: bool = True
+    """Of a decode node: whether it takes one more prompt to compute itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    prefill: Incarnation
+    prefill: Incarnation | None
+    """None: decode computes the prompt itself."""
     decode: Incarnation
 
 

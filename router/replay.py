@@ -93,8 +93,8 @@ def blamed_for(kind: FailureKind, node: Incarnation, attempt: Attempt) -> set[In
     """Which nodes the next attempt had better avoid, when `node` reports a failure."""
     match kind:
         case FailureKind.PEER_LOST:
-            return {attempt.other(node)}
+            return set(attempt.nodes) - {node}
         case FailureKind.TRANSFER | FailureKind.EXPIRED:
-            return {attempt.prefill, attempt.decode}
+            return set(attempt.nodes)
         case _:
             return {node}

@@ -10,9 +10,10 @@
      │  └── wait over ───────────┘                                          │
      └──────────────────────────────────────────────────────────────────────┘
 
-Only a DISPATCHED job has an attempt; an attempt has one room, one prefill and one decode node. What
-was emitted before an attempt ended stays in `output_ids` and goes to the next one, which continues
-after it. Aborts, deadlines and pauses reach a job in every state but ENDED.
+Only a DISPATCHED job has an attempt; an attempt has one room, one decode node, and one prefill node
+or none if decode computes the prompt itself. What was emitted before an attempt ended stays in
+`output_ids` and goes to the next one, which continues after it. Aborts, deadlines and pauses reach
+a job in every state but ENDED.
 """
 
 from collections.abc import Mapping
@@ -151,10 +152,11 @@ class Listener(Protocol):
 
 @dataclass(slots=True)
 class Attempt:
-    """One try of a job on a pair of nodes."""
+    """One try of a job, on a pair of nodes or on a decode node alone."""
 
     room: Room
-    prefill: Incarnation
+    prefill: Incarnation | None
+    """None: decode computes the prompt itself."""
     decode: Incarnation
     base: int
     """Output tokens known before it began: the index of its first token."""
@@ -164,8 +166,15 @@ class Attempt:
     held: list[tuple[Incarnation, TokenOutput]] = field(default_factory=list)
     """What was said before the prompt's logprobs came, in order."""
 
-    def other(self, incarnation: Incarnation) -> Incarnation:
-        return self.decode if incarnation == self.prefill else self.prefill
+    @property
+    def nodes(self) -> tuple[Incarnation, ...]:
+        """Who takes part, prefill first."""
+        return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
+
+    @property
+    def computes(self) -> Incarnation:
+        """The node that computes the prompt."""
+        return self.prefill or self.decode
 
 
 @dataclass(slots=True)
@@ -206,6 +215,8 @@ class Job:
     """Lower values come first."""
     adapter: Adapter | None = None
     """What was asked for, content and all, from acceptance to the end; None: the base model."""
+    whole_path: bool = False
+    """See `Terms`."""
     state: JobState = JobState.QUEUED
     output_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0
@@ -238,6 +249,11 @@ class Job:
         """What the first prefill did not compute is what the client is told."""
         if self.attempts == 1:
             self.cached_tokens = min(cached_tokens, len(self.prompt_ids))
+
+    @property
+    def prefers_pair(self) -> bool:
+        """Whether decode shall compute its prompt only where nobody else can."""
+        return self.whole_path or self.sampling.prompt_logprobs is not None
 
     @property
     def max_total_tokens(self) -> int:

@@ -248,6 +248,8 @@ class _ServiceCollector(Collector):
         yield from self._adapters()
         replays = {cause.value: count for cause, count in dispatcher.replays.items()}
         yield counter_family("replays", "Attempts followed by another.", "cause", replays)
+        text = "Attempts begun on a pair of nodes, or on a decode node alone."
+        yield counter_family("attempts", text, "path", dispatcher.paths)
         events = {**dispatcher.counters, **self._service.counters}
         yield counter_family("events", "Dropped frames, stale rooms and the like.", "kind", events)
 

@@ -22,7 +22,7 @@ from router.service import RouterService
 from router.sse import SseStream
 from router.streaming import stream
 
-PROBE = Terms(priority=-MAX_PRIORITY)
+PROBE = Terms(priority=-MAX_PRIORITY, whole_path=True)
 """A health check asks whether the path works, not how long the queue is."""
 _generate = msgspec.json.Decoder(GenerateRequest)
 

@@ -18,6 +18,8 @@ class Terms:
     """Lower values come first."""
     timeout_s: float | None = None
     """Since the HTTP request came; the router's maximum if None."""
+    whole_path: bool = False
+    """Go over a prefill and a decode node where there are any, however short the prompt."""
 
 
 DEFAULT_TERMS = Terms()

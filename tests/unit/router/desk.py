@@ -33,6 +33,7 @@ from router.adapters import AdapterCatalogue
 from router.admission import Demand
 from router.dispatcher import Dispatcher
 from router.limits import Limits
+from router.local_prefill import LocalLimits
 from router.node import Loss, Node
 from router.nodes import NodeRegistry
 from router.policies import round_robin
@@ -40,6 +41,7 @@ from router.protocol.terms import DEFAULT_TERMS, Terms
 from router.requests import Attempt, Job, JobAborted, JobFailed, NewTokens, Output
 
 ME = "router"
+NEVER_LOCAL = LocalLimits(tokens=0, share=1.0)
 FINGERPRINT = Fingerprint(
     wire_version=WIRE_VERSION,
     model="m",
@@ -116,9 +118,14 @@ class Ear:
 class Desk:
     """Nodes are named p1, p2, ..., d1, d2, ...; their incarnation is their name."""
 
-    def __init__(self, nodes: str = "p1 d1", **limits: object) -> None:
+    def __init__(
+        self, nodes: str = "p1 d1", *, decode_alone: bool = False, **limits: object
+    ) -> None:
+        """Every attempt is on a pair of nodes, unless `decode_alone` or limits (`local`) say
+        otherwise."""
         self.now = 100.0
-        self.registry = NodeRegistry(ME, timeout_s=3.0)
+        self.registry = NodeRegistry(ME, timeout_s=3.0, decode_alone=decode_alone)
+        limits = {"local": NEVER_LOCAL} | limits
         self.adapters = AdapterCatalogue()
         self.dispatcher = Dispatcher(
             self.registry,

@@ -101,7 +101,7 @@ def test_a_pace_lies_between_the_slowest_and_the_fastest(pieces: list[tuple[floa
 def backlog(**numbers: object) -> Backlog:
     plain: dict[str, object] = {
         "unfinished": 1, "tokens_ahead": 0, "queued_tokens": 0, "held_tokens": 0,
-        "decode_tokens": 1000, "num_prefills": 1, "idle": False,
+        "decode_tokens": 1000, "num_computing": 1, "idle": False,
     }  # fmt: skip
     return Backlog(**(plain | numbers))  # type: ignore[arg-type]
 
@@ -119,7 +119,7 @@ def test_the_number_of_choices_is_bounded_also_while_idle() -> None:
 def test_queued_tokens_are_bounded_for_each_prefill_node_before_any_pace_is_known() -> None:
     admission = Admission(limits(max_queued_tokens=1000))
     check(admission, Demand(prompt_tokens=200), backlog(queued_tokens=800))
-    check(admission, Demand(prompt_tokens=1200), backlog(queued_tokens=800, num_prefills=2))
+    check(admission, Demand(prompt_tokens=1200), backlog(queued_tokens=800, num_computing=2))
     error = refused(lambda: check(admission, Demand(prompt_tokens=201), backlog(queued_tokens=800)))
     assert "800 prompt tokens wait" in error.message
     check(admission, Demand(prompt_tokens=5000), backlog(queued_tokens=0))  # or it never could be
@@ -273,6 +273,6 @@ def test_overload_never_makes_a_node_count_as_lost() -> None:
     desk.beat("d1")
     while len(desk.dispatcher):
         for job in [job for job in desk.dispatcher.unfinished() if job.attempt is not None]:
-            assert attempt(job).prefill == "p1"
+            assert attempt(job).computes == "p1"
             finish(desk, job)
     assert {ear(job).ended for job in jobs} == {"stop"}

@@ -29,7 +29,7 @@ def test_only_nodes_with_that_content_are_asked() -> None:
     desk.adapters_of("d3", A)
     for i in range(4):
         job = desk.submit(f"r{i}", adapter=A)
-        assert (attempt(job).prefill, attempt(job).decode) == ("p2", "d3")
+        assert (attempt(job).computes, attempt(job).decode) == ("p2", "d3")
     assert {attempt(desk.submit(f"s{i}")).decode for i in range(3)} == {"d1", "d2", "d3"}
 
 
@@ -125,7 +125,7 @@ def test_every_replay_keeps_the_adapter(how: str) -> None:
         desk.adapters_of(node, A)
     job = desk.submit(adapter=A)
     decode = attempt(job).decode
-    desk.tokens(attempt(job).prefill, room(job), 0, 50)
+    desk.tokens(attempt(job).computes, room(job), 0, 50)
     match how:
         case "retracted":
             desk.retract(decode, room(job))

@@ -35,15 +35,15 @@ def test_prefill_lost_after_decode_has_spoken_is_no_loss(loss: Loss) -> None:
 def test_a_prefill_that_left_has_finished_what_it_did_not_give_back() -> None:
     desk = Desk("p1 p2 d1")
     computed, not_begun = desk.submit("a"), desk.submit("b")
-    leaving = attempt(computed).prefill
-    if attempt(not_begun).prefill != leaving:
+    leaving = attempt(computed).computes
+    if attempt(not_begun).computes != leaving:
         not_begun = desk.submit("c")
-    assert attempt(not_begun).prefill == leaving
+    assert attempt(not_begun).computes == leaving
     desk.tokens(leaving, room(computed), 0, 50)
     old = room(computed)
     desk.lose(leaving, Loss.LEFT)
     assert room(computed) == old
-    assert attempt(not_begun).prefill != leaving
+    assert attempt(not_begun).computes != leaving
     desk.tokens("d1", old, 0, 50, 51, finish=StopReason.STOP)
     assert ear(computed).ended == "stop"
 
@@ -137,7 +137,7 @@ def test_a_lost_peer_is_avoided_not_its_reporter() -> None:
     other = attempt(desk.submit("other"))  # by turns the next would be the first pair again
     desk.fail(first.decode, first.room, FailureKind.PEER_LOST)
     desk.tick(1.0)
-    assert attempt(job).prefill == other.prefill
+    assert attempt(job).computes == other.computes
     assert attempt(job).decode == first.decode
 
 
@@ -146,9 +146,9 @@ def test_decodes_retraction_prefers_the_prefill_that_has_the_prefix() -> None:
     job = desk.submit()
     first = attempt(job)
     desk.retract(first.decode, first.room)
-    assert attempt(job).prefill == first.prefill
-    desk.retract(first.prefill, room(job))
-    assert attempt(job).prefill != first.prefill
+    assert attempt(job).computes == first.computes
+    desk.retract(first.computes, room(job))
+    assert attempt(job).computes != first.computes
 
 
 def test_a_gap_in_the_link_aborts_what_the_node_still_holds() -> None:
@@ -228,14 +228,14 @@ def test_retracted_requests_keep_their_rank_and_go_before_new_ones() -> None:
 def test_a_node_that_drains_hands_its_requests_on_at_no_cost() -> None:
     desk = Desk("p1 p2 d1", replay=ReplayLimits(max_after_fault=0, max_after_death=0))
     job = desk.submit()
-    leaving = attempt(job).prefill
+    leaving = attempt(job).computes
     failed = Failed(room=room(job), kind=FailureKind.DRAINING, message="leaving")
     desk.say(leaving, failed)
     desk.fail(leaving, failed.room, failed.kind)
-    assert attempt(job).prefill != leaving
+    assert attempt(job).computes != leaving
     desk.set_state(leaving, NodeState.READY)  # an older heartbeat comes late
     others = [desk.submit(f"r{i}") for i in range(3)]
-    assert leaving not in {attempt(other).prefill for other in others}
+    assert leaving not in {attempt(other).computes for other in others}
 
 
 def test_a_replay_goes_before_an_older_request_that_never_ran() -> None:

@@ -97,13 +97,13 @@ def test_load_goes_up_with_attempts_and_back_to_zero() -> None:
 
     def loads() -> dict[str, float]:
         prefills = book.prefill_candidates(desk.registry.named("p1"), 0.0)
-        decodes = book.decode_candidates(desk.registry.named("d1"))
+        decodes = book.decode_candidates(desk.registry.named("d1"), 0.0)
         return {c.incarnation: c.load for c in [*prefills, *decodes]}
 
     assert loads() == {"p1": 0, "d1": 0}
     job = desk.submit(max_tokens=8)
     assert loads() == {"p1": 3, "d1": 11}
-    desk.tokens(attempt(job).prefill, room(job), 0, 50)
+    desk.tokens(attempt(job).computes, room(job), 0, 50)
     assert loads() == {"p1": 0, "d1": 11}
     desk.dispatcher.cancel(job, desk.now)
     assert loads() == {"p1": 0, "d1": 0}

@@ -21,7 +21,7 @@ def finish(desk: Desk, job: Job) -> None:
 
 
 def first_token(desk: Desk, job: Job) -> None:
-    desk.tokens(attempt(job).prefill, room(job), 0, 50)
+    desk.tokens(attempt(job).computes, room(job), 0, 50)
 
 
 def roomy() -> Desk:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from common.events import FromRouter
@@ -30,6 +30,7 @@ from common.modes import DisaggregationMode
 from router.adapters import AdapterCatalogue
 from router.dispatcher import Dispatcher
 from router.limits import Limits
+from router.local_prefill import LocalLimits
 from router.node import Loss
 from router.nodes import NodeRegistry
 from router.policies import random_choice
@@ -87,13 +88,14 @@ class RealRouter:
         self.world = world
         self.muted: set[Incarnation] = set()
         self.pending: dict[Incarnation, list[ToRouter]] = defaultdict(list)
-        self._registry = NodeRegistry(ME, timeout_s=1e9)
+        local = LocalLimits(tokens=8) if world.local else LocalLimits(tokens=0, share=1.0)
+        self._registry = NodeRegistry(ME, timeout_s=1e9, decode_alone=world.local > 0)
         chance = random.Random(world.random.random())
         choose = random_choice(chance)
         self._adapters = AdapterCatalogue()
         self.dispatcher = Dispatcher(
             self._registry,
-            PATIENT,
+            replace(PATIENT, local=local),
             choose_prefill=choose,
             choose_decode=choose,
             random=chance,
