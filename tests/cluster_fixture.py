@@ -7,6 +7,7 @@ process ids, kill and stop, the log. When the body raises, the log's end is adde
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import psutil
+
+from tests.processes import PAIRS_ONLY, command_line
 
 ROOT = Path(__file__).parents[1]
 START_TIMEOUT_S = 90.0
@@ -143,18 +146,15 @@ def cluster(model: Path, prefill: int = 1, decode: int = 1, **flags: object) -> 
     """Start a cluster on free ports, wait until it is ready, end it afterwards.
 
     `flags` are those of `pdserve cluster` (`num_pages=32`, `prefill_args="--ucx-tls tcp"`,
-    `restart=False`). float32, 128 pages of 16 tokens, one torch thread a node and 2 s for a drain
-    if not given.
+    `restart=False`). float32, 128 pages of 16 tokens, one torch thread a node, 2 s for a drain and
+    a router with `PAIRS_ONLY` if not given.
     """
     given = {"dtype": "float32", "num_pages": 128, "port": 0, "drain_s": 2.0, **flags}
+    router_args = (*command_line(PAIRS_ONLY), *shlex.split(str(given.get("router_args", ""))))
+    given["router_args"] = shlex.join(router_args)
     command = [sys.executable, "-m", "deploy.cli", "cluster", "--model", str(model)]
     command += ["--prefill", str(prefill), "--decode", str(decode)]
-    for name, value in given.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            command.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            command.append(f"--{flag}={value}")
+    command += command_line(given)
     with tempfile.TemporaryDirectory(prefix="pdserve-cluster-") as folder:
         log = Path(folder) / "log"
         with log.open("w") as sink, _running(command, sink) as process:

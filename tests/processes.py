@@ -33,6 +33,11 @@ FIXED_PORTS = range(20_000, 32_000)
 process that is away for a moment."""
 
 Flags = Mapping[str, object]
+PAIRS_ONLY: Flags = {
+    "local_prefill_tokens": 0, "local_prefill_share": 1.0, "decode_alone": False,
+}  # fmt: skip
+"""Flags of a router that gives every request to a prefill and a decode node, however short it is.
+Tests are of such clusters unless they say otherwise: most prompts in them are short."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -259,7 +264,8 @@ def plan_fleet(
         place = places.get(f"router-{number}", Place())
         addresses.append(f"tcp://{place.address}:{node_port}")
         flags = {"port": port, "node_port": node_port, "served_model_name": "tiny"}
-        given = {"model": model, **flags, "node_host": place.address, **(router_flags or {})}
+        given = {"model": model, **flags, "node_host": place.address}
+        given |= {**PAIRS_ONLY, **(router_flags or {})}
         given |= own.get(f"router-{number}", {})
         members.append(_member(f"router-{number}", "router", port, given, folder, place))
     common: dict[str, object] = {"model": model, "dtype": "float32", "threads": 1}
@@ -294,13 +300,20 @@ def _member(
     command = [sys.executable, "-m", module, *more, "--host", place.address]
     if module != "router":
         command += ["--name", name]
+    command += command_line(flags)
+    return Member(name, command, f"http://{place.address}:{port}", folder / f"{name}.log", place)
+
+
+def command_line(flags: Flags) -> list[str]:
+    """As a command takes them; a boolean is `--name` or `--no-name`."""
+    parts = []
     for flag, value in flags.items():
         spelled = flag.replace("_", "-")
         if isinstance(value, bool):
-            command.append(f"--{spelled}" if value else f"--no-{spelled}")
+            parts.append(f"--{spelled}" if value else f"--no-{spelled}")
         else:
-            command += [f"--{spelled}", str(value)]
-    return Member(name, command, f"http://{place.address}:{port}", folder / f"{name}.log", place)
+            parts.append(f"--{spelled}={value}")
+    return parts
 
 
 @contextlib.contextmanager

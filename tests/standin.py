@@ -344,16 +344,16 @@ class StandIn:
         if sampling.logprobs is not None:
             top = tuple((token + i, -1.0 - i) for i in range(sampling.logprobs))
             logprobs = [TokenLogprob(-0.5, top)]
-        prefill = self.role is DisaggregationMode.PREFILL
+        computes = not generate.prefill_incarnation
         state.next_index += 1
-        if prefill or finish is not None:
+        if self.role is DisaggregationMode.PREFILL or finish is not None:
             del self.rooms[generate.room]
-        if first and finish is not None and not prefill:
+        if first and finish is not None and not computes:
             return []  # prefill has told the router, and this node on the side channel
         scores = None
-        if first and prefill and sampling.prompt_logprobs is not None:
+        if first and computes and sampling.prompt_logprobs is not None:
             scores = expected_prompt_logprobs(generate.prompt_ids, sampling.prompt_logprobs)
-        cached = 8 if prefill and len(generate.prompt_ids) > 8 else 0
+        cached = 8 if computes and first and len(generate.prompt_ids) > 8 else 0
         return [
             TokenOutput(
                 room=generate.room,

@@ -15,6 +15,7 @@ from router.access import Access
 from router.app import ANYBODY, Listening, serve
 from router.config import RouterConfig
 from router.tokens import TextCodec, load_codec
+from tests.processes import PAIRS_ONLY
 from tests.standin import StandIn, expected_tokens
 from tests.tiny_models import MAX_POSITIONS, VOCAB_SIZE, make_tiny_tokenizer
 
@@ -109,6 +110,7 @@ async def cluster(
     defaults: dict[str, Any] = {
         "port": 0, "node_port": 0, "served_model_name": "tiny", "node_timeout_s": 0.6,
         "heartbeat_s": 0.1, "backoff_s": 0.02, "node_wait_s": 1.0, "admin_timeout_s": 2.0,
+        **PAIRS_ONLY,
     }  # fmt: skip
     config = RouterConfig(**(defaults | settings))
     end = asyncio.Event()

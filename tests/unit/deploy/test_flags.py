@@ -76,7 +76,7 @@ MISTAKES: list[tuple[type, list[str], str]] = [
     (DecodeConfig, ["--pagesize", "8"], "--pagesize, 8 (perhaps --page-size?)"),
     (DecodeConfig, ["--num-pages"], "--num-pages"),
     (RouterConfig, ["--port", "70000"], "port must be in"),
-    (ClusterConfig, ["--prefill", "0"], "prefill must be positive"),
+    (ClusterConfig, ["--prefill", "-1"], "prefill must not be negative"),
     (ClusterConfig, ["--port", "-1"], "port must be in"),
     (ClusterConfig, ["--prefill-args", "'open"], "prefill_args cannot be split"),
     (ClusterConfig, ["--prefill", "3", "--cpus-prefill", "0;1"], "2 sets for 3 nodes"),
