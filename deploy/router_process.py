@@ -4,6 +4,8 @@ import asyncio
 import os
 import signal
 
+import uvloop
+
 from common.gatekeeper import NoCurve
 from common.logs import setup_logging
 from deploy.access import router_access
@@ -28,7 +30,8 @@ def run_router(config: RouterConfig) -> int:
     setup_logging("router", config.log_level.upper())
     access = router_access(config, os.environ)
     try:
-        asyncio.run(_until_signalled(config, access))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_until_signalled(config, access))
     except UnusableModelFolder as error:
         raise StartupError(f"model: {error}") from error
     except (OSError, NoCurve) as error:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from random import SystemRandom
+from random import Random, SystemRandom
 from uuid import uuid4
 
 from aiohttp import web
@@ -72,7 +72,9 @@ async def serve(
         OSError: an address cannot be bound.
         NoCurve: there is a cluster secret, and a libzmq that can do nothing with it.
     """
-    random = SystemRandom()  # rooms and seeds must not repeat between routers or restarts
+    # Rooms and seeds must not repeat between routers or restarts; asking the system for each would
+    # be a system call a time.
+    random = Random(SystemRandom().getrandbits(256))
     codec = load_codec(model_path)
     info = load_model_info(model_path, codec)
     service = _service(config, random, end or asyncio.Event(), access.keys)
@@ -107,7 +109,7 @@ async def serve(
 
 
 def _service(
-    config: RouterConfig, random: SystemRandom, end: asyncio.Event, keys: ClusterKeys | None
+    config: RouterConfig, random: Random, end: asyncio.Event, keys: ClusterKeys | None
 ) -> RouterService:
     registry = NodeRegistry(
         f"router-{uuid4().hex}", config.node_timeout_s, decode_alone=config.decode_alone

@@ -124,12 +124,13 @@ class LoadBook:
     def grew(self, room: Room, job: Job) -> None:
         """The attempt has more tokens now."""
         share = self._shares[room]
-        tally = self._tally(share.decode)
-        more = job.held_tokens - share.held
-        tally.tokens += job.known_tokens - share.known
+        tally = self._tallies[share.decode]
+        known, held = job.known_tokens, job.held_tokens
+        more = held - share.held
+        tally.tokens += known - share.known
         tally.held += more
         self.held_tokens += more
-        share.known, share.held = job.known_tokens, job.held_tokens
+        share.known, share.held = known, held
 
     def remove(self, room: Room) -> None:
         """The attempt is over."""

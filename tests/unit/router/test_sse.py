@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import uvloop
 from aiohttp import web
 
 from router.http import HttpLimits
@@ -18,7 +19,8 @@ def with_stream(
     version: str = "1.1",
     **limits: Any,
 ) -> None:
-    """Run `use` as the handler of a request whose client reads what `use` reads for it."""
+    """Run `use` as the handler of a request whose client reads what `use` reads for it; on both
+    kinds of event loop."""
     settings = {"body_timeout_s": 1.0, "max_unsent_bytes": 1 << 20, "send_timeout_s": 60.0}
 
     async def run() -> None:
@@ -36,11 +38,10 @@ def with_stream(
 
         app = web.Application()
         app.router.add_get("/", handler)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        reader, writer = await asyncio.open_connection(*runner.addresses[0][:2], limit=4096)
+        server = web.AppRunner(app)
+        await server.setup()
+        await web.TCPSite(server, "127.0.0.1", 0).start()
+        reader, writer = await asyncio.open_connection(*server.addresses[0][:2], limit=4096)
         readers.append(reader)
         writer.write(f"GET / HTTP/{version}\r\nHost: x\r\n\r\n".encode())
         try:
@@ -48,9 +49,11 @@ def with_stream(
                 await done
         finally:
             writer.transport.abort()
-            await runner.cleanup()
+            await server.cleanup()
 
-    asyncio.run(run())
+    for factory in (asyncio.new_event_loop, uvloop.new_event_loop):
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(run())
 
 
 async def pile_up(stream: SseStream, num_bytes: int) -> None:
