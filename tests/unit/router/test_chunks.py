@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.messages import TokenLogprob
+from common.messages import SamplingParams, TokenLogprob
 from router.generation import Generation
+from router.prepared import ChoiceSpec, Prepared
 from router.protocol.chunks import _MARK, OpenAIChunks
-from router.protocol.requests import StreamOptions
+from router.protocol.requests import ChatRequest, CompletionRequest, StreamOptions
 from router.protocol.responses import Bodies, ChatBodies, CompletionBodies, Head
 from router.sse import data_line
-from router.text_stream import Delta, Finish, TokenRecord
+from router.text_stream import Delta, Finish, TextOptions, TokenRecord
 from router.tokens import TextCodec
 
 USED = SimpleNamespace(prompt_tokens=3, completion_tokens=5, cached_tokens=1)
@@ -22,7 +23,12 @@ USED = SimpleNamespace(prompt_tokens=3, completion_tokens=5, cached_tokens=1)
 
 def bodies(codec: TextCodec, *, chat: bool, model: str = "m") -> Bodies:
     head = Head("id", 1, model, frozenset({2}))
-    return ChatBodies(head, codec) if chat else CompletionBodies(head, codec, ["echo"], 1)
+    spec = ChoiceSpec([5, 6], SamplingParams(max_tokens=9, seed=1), TextOptions())
+    prepared = Prepared((spec,), 1, () if chat else ("echo",))
+    if chat:
+        return ChatBodies(head, codec, ChatRequest(messages=[], logprobs=True), prepared)
+    request = CompletionRequest(prompt="echo", logprobs=0)
+    return CompletionBodies(head, codec, request, prepared)
 
 
 def chunks(of: Bodies, **options: bool) -> OpenAIChunks:
