@@ -75,6 +75,20 @@ class Client:
                     on_chunk(len(ids))
         return ids
 
+    async def completion(self, **body: Any) -> tuple[str, str]:
+        """Text and finish reason of a completion; with `stream`, put together."""
+        async with self._session.post(self.url + "/v1/completions", json=body) as response:
+            if response.status != 200:
+                raise Refused(response.status, await response.text())
+            if not body.get("stream"):
+                answers = [await response.json()]
+            else:
+                lines = (await response.text()).split("\n")
+                data = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
+                answers = [json.loads(line) for line in data]
+        choices = [answer["choices"][0] for answer in answers]
+        return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+
     @staticmethod
     def _body(
         prompt: list[int], count: int, adapter: str | None, sampling: dict[str, Any]
