@@ -43,8 +43,13 @@ def land(node: Driven, writes: list[Write]) -> None:
 
 def cached_tokens(node: Driven, room: int) -> int:
     """As the room's output says."""
-    outputs = [o for tokens in node.said(Tokens) for o in tokens.outputs if o.room == room]
-    return outputs[0].cached_tokens
+    counts: list[int] = [
+        output.cached_tokens
+        for tokens in node.said(Tokens)
+        for output in tokens.outputs
+        if output.room == room
+    ]
+    return counts[0]
 
 
 def test_a_cached_page_that_a_write_reads_is_not_given_away() -> None:
