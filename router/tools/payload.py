@@ -12,7 +12,7 @@ from enum import Enum, auto
 from router.tools.calls import CallLog
 from router.tools.json_scan import JsonScanner, Place
 
-MAX_HELD = 256 * 1024
+MAX_HELD = 64 * 1024
 """Characters of arguments that are held until the name comes, or until a string has ended."""
 MAX_WORD = 300
 """Characters of a key or a name as they are written."""

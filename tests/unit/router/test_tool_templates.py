@@ -154,6 +154,16 @@ def test_a_template_without_functions_has_them_in_the_system_message() -> None:
     assert without.startswith("[user]Weather?\n[assistant]<tool_call>[")
 
 
+def test_the_clients_own_variables_reach_the_template_but_do_not_replace_what_it_is_given() -> None:
+    templates = ChatTemplates(ChatTemplate(QWEN_LIKE, {}))
+    thinking: dict[str, Any] = {"enable_thinking": False, "messages": [], "tools": [{"own": 1}]}
+    text = templates.render(CONVERSATION[:1], tools=TOOLS, extra=thinking)
+    assert text.endswith("<|im_start|>assistant\n<think></think>")
+    assert "Weather?" in text
+    assert "get_weather" in text
+    assert '"own"' not in text
+
+
 def test_conversations_without_functions_are_left_alone() -> None:
     templates = ChatTemplates(ChatTemplate(PLAIN, {}))
     assert templates.render(CONVERSATION[:1]) == "[user]Weather?\n"
