@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 from router.tools.calls import CallLog
 from router.tools.json_scan import JsonScanner, Place
-from router.tools.payload import MAX_WORD, CallsReader, Step, escaped
+from router.tools.payload import MAX_WORD, CallsReader, Step, end_of_plain, escaped
 
 _HEAD = re.compile(r"\s*(?P<name>[\w.:/-]+)\s*(\[CALL_ID\]\s*[\w-]+\s*)?(\[ARGS\]\s*)?", re.ASCII)
 _IN_HEAD = re.compile(r"[\w.:/\[\]\s-]", re.ASCII)
@@ -38,6 +38,16 @@ class NamedReader:
         self._head += character
         fits = len(self._head) <= MAX_WORD and _IN_HEAD.fullmatch(character)
         return Step.MORE if fits else Step.BROKEN
+
+    def skim(self, text: str, at: int) -> int:
+        """See `Reader`."""
+        if self._calls is not None:
+            return self._calls.skim(text, at)
+        if self._arguments is None or self._arguments.place is not Place.STRING:
+            return at
+        end = end_of_plain(text, at)
+        self._log.argue(text[at:end])
+        return end
 
     def _begin(self) -> Step:
         head = _HEAD.fullmatch(self._head)

@@ -26,8 +26,16 @@ class Reader(Protocol):
     """Takes a payload character by character."""
 
     settled: bool
+    """Whether the last character is in the report."""
 
-    def feed(self, character: str) -> Step: ...
+    def feed(self, character: str) -> Step:
+        """Take the next character."""
+
+    def skim(self, text: str, at: int) -> int:
+        """Take those that are inside a string of a call's arguments, all at once; where it ended.
+
+        Most of what is long is there.
+        """
 
 
 class _Mode(Enum):
@@ -130,20 +138,22 @@ class CallParser(ABC):
 
     def _read_payload(self, text: str, at: int) -> int:
         assert self._reader is not None
-        for i in range(at, len(text)):
+        i = at
+        while (i := self._reader.skim(text, i)) < len(text):
             step = self._reader.feed(text[i])
             if step is Step.BROKEN:
                 self._content.append(self._held)
                 self._held, self._mode = "", _Mode.CONTENT
                 return i
             self._held = "" if self._reader.settled else self._held + text[i]
+            i += 1
             if self._log.ended == self._max_calls:
                 self._held, self._mode = "", _Mode.OVER
-                return i + 1
+                return i
             if step is Step.DONE:
                 self._held, self._mode = "", _Mode.GAP
                 self._closable = bool(self.closing)
-                return i + 1
+                return i
         return len(text)
 
     def _read_gap(self, text: str, at: int) -> int:

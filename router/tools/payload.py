@@ -6,6 +6,7 @@ it is in the report. What is not settled is given back as text should the JSON b
 """
 
 import json
+import re
 from collections.abc import Collection
 from enum import Enum, auto
 
@@ -17,6 +18,7 @@ MAX_HELD = 64 * 1024
 MAX_WORD = 300
 """Characters of a key or a name as they are written."""
 
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _IN_STRING = frozenset({Place.STRING, Place.ESCAPE, Place.UNICODE})
 _ARGUMENTS = frozenset({"arguments", "parameters"})
 _KEYS = _ARGUMENTS | {"name", "id", "type"}
@@ -83,6 +85,15 @@ class CallsReader:
         if starts and not self._begin_value(character):
             return Step.BROKEN
         return self._follow(character, place, scalar=own and place is Place.SCALAR)
+
+    def skim(self, text: str, at: int) -> int:
+        """See `Reader`."""
+        reported = self._begun and self._in_value and self._key in _ARGUMENTS
+        if not reported or self._scanner.place is not Place.STRING:
+            return at
+        end = end_of_plain(text, at)
+        self._log.argue(text[at:end])
+        return end
 
     # ------------------------------------------------------------ around the calls
 
@@ -183,6 +194,12 @@ class CallsReader:
         self._log.end()
         self._begun = False
         return Step.DONE if self._scanner.place is Place.DONE else Step.MORE
+
+
+def end_of_plain(text: str, at: int) -> int:
+    """Inside a JSON string: up to where characters are what they seem."""
+    plain = _PLAIN.match(text, at)
+    return at if plain is None else plain.end()
 
 
 def escaped(character: str, place: Place) -> str:
