@@ -54,10 +54,10 @@ def test_a_model_that_knows_nothing_calls_as_it_must(tmp_path: Path) -> None:
             answer = client.chat.completions.create(**wish, tool_choice="required", n=3, seed=seed)
             for choice in answer.choices:
                 assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-                (call,) = choice.message.tool_calls or ()
+                [call] = choice.message.tool_calls or []
                 assert call.type == "function"
                 check(call.function.name, call.function.arguments)
-        named = {"type": "function", "function": {"name": "add"}}
+        named: Any = {"type": "function", "function": {"name": "add"}}
         names: dict[int, str] = {}
         arguments: defaultdict[int, str] = defaultdict(str)
         for chunk in client.chat.completions.create(**wish, tool_choice=named, n=3, stream=True):
@@ -82,16 +82,16 @@ def test_the_default_model_makes_a_round_trip() -> None:
     with cluster(folder, num_pages=256, dtype="bfloat16") as running, client_of(running) as client:
         wish: dict[str, Any] = {"model": DEFAULT_MODEL, "tools": TOOLS, "temperature": 0.0}
         messages: list[ChatCompletionMessageParam] = [USER]
-        named = {"type": "function", "function": {"name": "get_weather"}}
+        named: Any = {"type": "function", "function": {"name": "get_weather"}}
         answer = client.chat.completions.create(
             **wish, messages=messages, tool_choice=named, max_tokens=100
         )
         message = answer.choices[0].message
-        (call,) = message.tool_calls or ()
+        [call] = message.tool_calls or []
         assert call.type == "function"
         check("get_weather", call.function.arguments)
         assert "paris" in json.loads(call.function.arguments)["city"].lower()
-        messages.append(message.model_dump(exclude_none=True))  # type: ignore[arg-type]
+        messages.append(message.model_dump(exclude_none=True))
         messages.append({"role": "tool", "tool_call_id": call.id, "content": "12 degrees, sunny"})
         chunks = client.chat.completions.create(
             **wish, messages=messages, tool_choice="auto", max_tokens=16, stream=True
