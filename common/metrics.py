@@ -51,7 +51,10 @@ class SnapshotCollector(Collector):
             "cached": stats.cached_pages,
             "quarantined": stats.quarantined_pages,
         }
-        yield self._family("kv_pages", "KV pages nobody computes on, by state", "state", pages)
+        text = (
+            "KV pages: free to be given (idle cached ones too), cached (held or not), quarantined"
+        )
+        yield self._family("kv_pages", text, "state", pages)
         yield self._gauge("kv_pool_pages", "KV pages in the pool", stats.num_pages)
         yield self._gauge("queued_tokens", "Tokens waiting or held", stats.queued_tokens)
         yield self._gauge("step_age_seconds", "Since the engine's last turn", self.step_age_s)

@@ -111,5 +111,6 @@ def test_the_fuzz_reaches_what_it_is_for() -> None:
     for name in (
         "retractions", "peers_lost", "failed_writes", "failed_steps", "stale_messages",
         "local_prefill_tokens",
+        "cache_hit_tokens", "cache_evictions",
     ):  # fmt: skip
         assert seen.get(name, 0) > 5, (name, seen)

@@ -106,7 +106,8 @@ def prefill_is_asked_for_what_decode_has(patch: pytest.MonkeyPatch) -> None:
     original = DecodeScheduler._preallocate
 
     def planted(self: DecodeScheduler, req: DecodeReq) -> bool:
-        send, said = self._prefill.send_destination, []
+        send = self._prefill.send_destination
+        said: list[DecodeReq] = []
         with pytest.MonkeyPatch.context() as meanwhile:
             meanwhile.setattr(self._prefill, "send_destination", said.append)
             done = original(self, req)
