@@ -78,6 +78,8 @@ def plan_cluster(
     ]  # fmt: skip
     children = [_child("router", "router", RouterConfig, router, secret)]
     settings = parse_flags(RouterConfig, "router", router)
+    if not config.prefill and not settings.decode_alone:
+        raise StartupError("a cluster without prefill nodes needs a router with --decode-alone")
     router_access(settings, {**environ, SECRET_VARIABLE: secret.reveal()})
     shared = common + [
         part

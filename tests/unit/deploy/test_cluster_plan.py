@@ -1,6 +1,7 @@
 """Which processes a cluster consists of, and that every child's flags are checked beforehand."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,14 @@ def test_children_agree_on_where_to_meet_and_what_to_serve() -> None:
         assert node.router == (f"tcp://127.0.0.1:{at.node_port}",)
         assert node.port == 0
     assert decode(plan, 2).name == "decode-2"
+
+
+def test_a_cluster_may_do_without_prefill_nodes() -> None:
+    config = ClusterConfig(model="m", prefill=0, decode=2, port=0)
+    plan = plan_cluster(config, MODEL)
+    assert [child.name for child in plan.children] == ["router", "decode-0", "decode-1"]
+    with pytest.raises(StartupError, match="without prefill nodes"):
+        plan_cluster(replace(config, router_args="--no-decode-alone"), MODEL)
 
 
 def test_every_child_drains_as_long_as_the_cluster() -> None:
