@@ -37,7 +37,7 @@ class CachedPage:
         self.parent = parent
         self.refs = 1
         """Holders that use `page`."""
-        self.spares: list[int] = []
+        self.spares: tuple[int, ...] = ()
         """Pages of other holders, with the same content. Empty where `refs` is 0."""
         self.is_known = True
 
@@ -89,7 +89,7 @@ class PrefixCache:
             entry = self._entries[page_hash] = CachedPage(page_hash, page, parent)
             self._note(page_hash, stored=True)
         elif entry.refs:
-            entry.spares.append(page)
+            entry.spares += (page,)
         else:
             del self._idle[entry]
             old, entry.page, entry.refs = entry.page, page, 1
@@ -100,14 +100,15 @@ class PrefixCache:
         """A holder ends. `pages`: those it used, one for each entry of its chain."""
         for entry, page in zip(reversed(chain), reversed(pages), strict=True):
             if page != entry.page:
-                entry.spares.remove(page)
+                entry.spares = _without(entry.spares, page)
                 self._free((page,))
                 continue
             entry.refs -= 1
             if entry.refs:
                 continue
             if entry.spares:
-                entry.page, entry.refs = entry.spares.pop(), 1
+                entry.page, entry.refs = entry.spares[0], 1
+                entry.spares = entry.spares[1:]
                 self._free((page,))
             elif entry.is_known:
                 self._idle[entry] = None
@@ -218,3 +219,9 @@ class PrefixCache:
                 raise PrefixLeak(f"page {parent.page} would be evicted before what builds on it")
         if not place.keys() <= set(self._entries.values()):
             raise PrefixLeak("an idle page is not known")
+
+
+def _without(pages: tuple[int, ...], page: int) -> tuple[int, ...]:
+    """Raises ValueError if it is not among them."""
+    index = pages.index(page)
+    return pages[:index] + pages[index + 1 :]

@@ -49,7 +49,7 @@ def spares_forgotten(patch: pytest.MonkeyPatch) -> None:
     def planted(self: PrefixCache, chain: list[CachedPage], pages: list[int]) -> None:
         for entry, page in zip(chain, pages, strict=True):
             if entry.page == page:
-                entry.spares.clear()
+                entry.spares = ()
         original(self, chain, pages)
 
     patch.setattr(PrefixCache, "let_go", planted)

@@ -5,7 +5,7 @@ given away while somebody reads it, offered before it is computed, or kept by no
 """
 
 import hypothesis.strategies as st
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -288,7 +288,13 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.told == {key(page_hash) for page_hash in self.kv._cache._entries}
 
 
-ORDERLY = settings(max_examples=150, stateful_step_count=40, deadline=None)
+ORDERLY = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+"""No time limit of any kind: other work on the machine is no fault of the cache."""
 
 
 def test_any_order_of_events() -> None:
