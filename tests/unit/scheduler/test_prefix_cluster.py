@@ -2,10 +2,11 @@
 
 import pytest
 
-from common.messages import Destination
+from common.messages import Destination, Incarnation
 from common.modes import PauseMode
-from common.plan import ToPeerMsg, Write
+from common.plan import Outgoing, ToPeerMsg, TransferCommand, Write
 from tests.unit.scheduler.model import PAGE
+from tests.unit.scheduler.virtual_node import Node
 from tests.unit.scheduler.world import World
 
 PROMPT = list(range(20, 33))
@@ -18,17 +19,16 @@ class Watched(World):
         self.asked: list[Destination] = []
         self.sent: list[Write] = []
         super().__init__(3, pages=40)
-        for node in self.nodes.values():
-            schedule = node.scheduler.schedule
 
-            def watched(now: float, schedule=schedule):  # type: ignore[no-untyped-def]
-                plan = schedule(now)
-                said = [m.body for m in plan.messages if isinstance(m, ToPeerMsg)]
-                self.asked += [body for body in said if isinstance(body, Destination)]
-                self.sent += [c for c in plan.transfers if isinstance(c, Write)]
-                return plan
+    def _send(self, name: Incarnation, message: Outgoing) -> None:
+        if isinstance(message, ToPeerMsg) and isinstance(message.body, Destination):
+            self.asked.append(message.body)
+        super()._send(name, message)
 
-            node.scheduler.schedule = watched  # type: ignore[method-assign]
+    def _transfer(self, name: Incarnation, node: Node, command: TransferCommand) -> None:
+        if isinstance(command, Write):
+            self.sent.append(command)
+        super()._transfer(name, node, command)
 
     def answer(self, prompt: list[int], max_tokens: int) -> list[int]:
         client = self.router.submit(prompt, max_tokens)
