@@ -40,9 +40,9 @@ class AttemptTable:
         """The attempt that this node may speak of."""
         job = self._jobs.get(room)
         attempt = None if job is None else job.attempt
-        if job is None or attempt is None or node not in attempt.nodes:
+        if job is None or attempt is None:
             return None
-        return job, attempt
+        return (job, attempt) if node in (attempt.decode, attempt.prefill) else None
 
     def depending_on(self, node: Incarnation, *, left: bool = False) -> list[Job]:
         """Jobs whose attempts end with this node, oldest first.

@@ -200,7 +200,7 @@ class Dispatcher:
     def _take_in(
         self, node: Incarnation, output: TokenOutput, job: Job, attempt: Attempt, now: float
     ) -> None:
-        if node == attempt.computes and output.index == attempt.base:
+        if output.index == attempt.base and node == attempt.computes:
             job.note_cached(output.cached_tokens)
         if node == attempt.decode:
             attempt.decode_spoke = True
@@ -209,14 +209,14 @@ class Dispatcher:
             return
         news = news_of(job, attempt, output)
         match news:
+            case NewTokens():
+                self._accept(job, attempt, news, output.finish is not None, now)
             case None:
                 self.counters["repeated_tokens"] += 1
             case Gap():
                 self.counters["token_gaps"] += 1
                 self._abort_attempt(job)
                 self._replay(job, ReplayCause.GAP, {node}, now, "tokens were lost")
-            case NewTokens():
-                self._accept(job, attempt, news, output.finish is not None, now)
 
     def _accept(
         self, job: Job, attempt: Attempt, news: NewTokens, node_is_done: bool, now: float

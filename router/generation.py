@@ -45,7 +45,10 @@ class _ChoiceListener:
     choice: int
 
     def deliver(self, output: Output) -> None:
-        self.generation.put(self.choice, output)
+        """It is taken in at the end of the event loop's turn."""
+        self.generation.items.append((self.choice, output))
+        if not self.generation.is_due:
+            self.generation.note(output)
 
 
 @dataclass(slots=True)
@@ -118,9 +121,9 @@ class Generation:
         self._sink: Sink | None = None
         self._eager = any(choice.text.may_end_early for choice in prepared.choices)
         """Whether each token may end a choice."""
-        self._items: list[tuple[int, Output]] = []
+        self.items: list[tuple[int, Output]] = []
         """Outputs of all choices that were not taken in yet."""
-        self._is_due = False
+        self.is_due = False
         """Whether they will be at the end of this turn."""
 
     def __enter__(self) -> Self:
@@ -191,21 +194,18 @@ class Generation:
         self.check()
         return collector.results
 
-    def put(self, choice: int, output: Output) -> None:
-        """An output of a choice; it is taken in at the end of the event loop's turn."""
-        self._items.append((choice, output))
-        if self._is_due:
-            return
+    def note(self, output: Output) -> None:
+        """This is among the items: see to it that it is taken in, if it has to be."""
         if self._eager or not isinstance(output, NewTokens) or output.finish is not None:
-            self._is_due = True
+            self.is_due = True
             self._service.turn.put_off(self._take_in)
 
     def _take_in(self) -> None:
-        self._is_due = False
+        self.is_due = False
         sink = self._sink
         if sink is None or self.is_over():
             return
-        items, self._items = self._items, []
+        items, self.items = self.items, []
         try:
             batch = [
                 delta

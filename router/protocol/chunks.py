@@ -36,7 +36,7 @@ class OpenAIChunks:
 
     def lines(self, batch: Sequence[Delta]) -> bytes:
         """A line for each delta that shows something."""
-        return b"".join(map(self._line, batch))
+        return self._line(batch[0]) if len(batch) == 1 else b"".join(map(self._line, batch))
 
     def last(self) -> bytes:
         """The usage, if it was asked for."""
