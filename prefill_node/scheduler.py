@@ -263,10 +263,13 @@ class PrefillScheduler(Scheduler[PrefillReq]):
                 return
             if not (self._lora.admit(req) and self._lora.ready(req) and self._grammars.ready(req)):
                 continue
-            if self.kv.admit(req, req.num_tokens, reuse=req.reads_cache) is None:
+            num_cached = self.kv.admit(req, req.num_tokens, reuse=req.reads_cache)
+            if num_cached is None:
                 return
             self._slots.give(req)
             self.prefilling.take(req)
+            req.start_behind(num_cached)
+            self._post(req, len(req.chain), None)
             self._lora.starts(req)
             self._mark(req, "queue")
 

@@ -92,6 +92,20 @@ def test_cached_pages_leave_in_the_turn_of_admission() -> None:
     assert len(plan.batch.rows[0].new_pages) == 8
 
 
+def test_cached_pages_leave_at_admission_also_when_the_rest_has_to_wait() -> None:
+    node = prefill(num_pages=40)
+    serve(node, 1, list(range(13)))
+    node.transfers.clear()
+    node.router(generate(2, prompt_ids=list(range(60, 90)), age_s=1.0))
+    node.peer(destination(2, pages=8), "d")
+    node.router(generate(3, prompt_ids=list(range(20))))
+    node.peer(destination(3, pages=5), "d")
+    plan = node.step()
+    assert plan.batch is not None
+    assert len(plan.batch.rows) == 1, "the first takes the whole step"
+    assert [(w.room, len(w.source_pages)) for w in node.sent(Write)] == [(3, 3)]
+
+
 def test_a_request_that_waits_for_its_turn_profits_from_those_before_it() -> None:
     """Both are let in at once, but only one fits into a step."""
     node = prefill()
