@@ -6,12 +6,11 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.mooncake import Request
+from tests.integration.client import Client
 from tests.processes import Fleet
 
 
@@ -103,18 +102,9 @@ async def node_counts(session: aiohttp.ClientSession, fleet: Fleet) -> dict[str,
     """Of every node, by name."""
     counts = {}
     for node in fleet.nodes:
-        async with session.get(f"{node.url}/server_info") as response:
-            stats: dict[str, Any] = (await response.json())["stats"]
-        async with session.get(f"{node.url}/metrics") as response:
-            requests = _stage_count(await response.text(), "queue")
-        sent = stats.get("counters", {}).get("transferred_bytes", 0)
-        counts[node.name] = NodeCounts(requests, sent)
+        asked = Client(node.url, session)
+        stages = await asked.samples("pdserve_stage_seconds_count")
+        sent = await asked.samples("pdserve_transfer_bytes_total")
+        requests = stages.get((node.role, "queue"), 0)
+        counts[node.name] = NodeCounts(int(requests), int(sent.get((node.role,), 0)))
     return counts
-
-
-def _stage_count(metrics: str, stage: str) -> int:
-    for family in text_string_to_metric_families(metrics):
-        for sample in family.samples:
-            if sample.name == "pdserve_stage_seconds_count" and sample.labels["stage"] == stage:
-                return int(sample.value)
-    return 0

@@ -246,6 +246,7 @@ class _ServiceCollector(Collector):
         yield gauge_family("nodes", "Linked nodes.", ["role", "name", "state"], nodes)
         yield from self._overload()
         yield from self._adapters()
+        yield from self._index()
         replays = {cause.value: count for cause, count in dispatcher.replays.items()}
         yield counter_family("replays", "Attempts followed by another.", "cause", replays)
         text = "Attempts begun on a pair of nodes, or on a decode node alone."
@@ -263,6 +264,18 @@ class _ServiceCollector(Collector):
         count = self._service.adapters.mismatches
         text = "Nodes that came with other content under an adapter's name."
         yield counter_family("lora_mismatches", text, "kind", {"digest": count})
+
+    def _index(self) -> Iterator[Metric]:
+        index = self._service.dispatcher.cache
+        yield _gauge("index_pages", "Cached pages, of all nodes, that are known.", len(index))
+        known = [
+            ([node.role.value, node.hello.name], float(index.pages_of(node.incarnation)))
+            for node in self._service.registry.all()
+        ]
+        text = "Cached pages of each node that are known."
+        yield gauge_family("index_node_pages", text, ["role", "name"], known)
+        text = "What nodes said of their caches, and what became of it."
+        yield counter_family("index_events", text, "kind", index.counters)
 
     def _overload(self) -> Iterator[Metric]:
         dispatcher = self._service.dispatcher

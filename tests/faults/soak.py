@@ -297,11 +297,17 @@ class Soak:
         self._tally.faults[f"pause {mode}"] += 1
         async with client(self._fleet.url) as session:
             await _done(session, "/pause_generation", {"mode": mode, "node": name})
-            status, _ = await session.post("/flush_cache")  # refused while requests hold pages
-            self._tally.flushes += status == 200
-            await asyncio.sleep(self._chance.uniform(0.2, 3))
+            await self._flush_for(session, self._chance.uniform(0.2, 3))
             await _done(session, "/continue_generation", {"node": name})
         self._aborting = False
+
+    async def _flush_for(self, session: Client, seconds: float) -> None:
+        """Try to empty all caches; nodes refuse while their requests hold pages."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            status, _ = await session.post("/flush_cache")
+            self._tally.flushes += status == 200
+            await asyncio.sleep(0.2)
 
     # ------------------------------------------------------------ the end
 

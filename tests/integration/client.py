@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 
 
 class Refused(AssertionError):
@@ -107,6 +108,25 @@ class Client:
         async with self._session.get(node["url"] + "/server_info") as response:
             info: dict[str, Any] = await response.json()
             return info
+
+    async def samples(self, name: str, url: str | None = None) -> dict[tuple[str, ...], float]:
+        """One of a process's metrics (this one's, or at `url`): label values to value."""
+        async with self._session.get((url or self.url) + "/metrics") as response:
+            text = await response.text()
+        return {
+            tuple(sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name
+        }
+
+    async def let_in(self) -> dict[str, int]:
+        """Node -> requests that it has given pages so far."""
+        counts = {}
+        for node in await self.nodes():
+            stages = await self.samples("pdserve_stage_seconds_count", node["url"])
+            counts[node["name"]] = int(stages.get((node["role"], "queue"), 0))
+        return counts
 
     async def counter(self, name: str) -> int:
         """One scheduler counter, summed over all nodes."""
