@@ -4,8 +4,10 @@ import asyncio
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import openai
+import pydantic
 import pytest
 
 from tests.cluster_fixture import Cluster, cluster
@@ -147,5 +149,31 @@ def test_a_grammar_that_uses_up_its_limits_ends_its_own_request(running: Cluster
             status, answer = await good
             assert status == 200, answer
             assert problem(answer["choices"][0]["message"]["content"]) is None
+
+    asyncio.run(run())
+
+
+class Point(pydantic.BaseModel):
+    """As an application would declare what it wants."""
+
+    x: int = pydantic.Field(ge=-99, le=99)
+    label: Literal["left", "right"]
+
+
+def test_the_openai_client_parses_into_a_model(running: Cluster) -> None:
+    async def run() -> None:
+        messages: list[Any] = [{"role": "user", "content": "a point"}]
+        given: dict[str, Any] = {"model": "llama", "messages": messages, "max_tokens": 300}
+        async with openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none") as api:
+            for seed in range(5):
+                answer = await api.chat.completions.parse(**given, response_format=Point, seed=seed)
+                assert isinstance(answer.choices[0].message.parsed, Point)
+            async with api.chat.completions.stream(**given, response_format=Point) as stream:
+                final = await stream.get_final_completion()
+            assert isinstance(final.choices[0].message.parsed, Point)
+            with pytest.raises(openai.BadRequestError, match="response_format"):
+                await api.chat.completions.create(
+                    **given, response_format={"type": "json_schema", "json_schema": {"name": "x"}}
+                )
 
     asyncio.run(run())

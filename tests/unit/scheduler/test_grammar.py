@@ -176,3 +176,14 @@ def test_a_row_that_cannot_be_drawn_fails_its_request_alone_on_decode() -> None:
     node.router(Abort(2))
     node.step()
     assert node.scheduler.kv.num_free == node.scheduler.kv.num_pages
+
+
+def test_decode_alone_computes_no_prompt_before_it_has_the_grammar() -> None:
+    node = decode()
+    node.router(constrained(1, prefill_incarnation="", prefill_address=""))
+    assert node.step().batch is None
+    assert [req.room for req in node.scheduler.queues[State.PREALLOC]] == [1]
+    compiled(node, 1)
+    plan = node.step()
+    assert plan.batch is not None
+    assert [row.start for row in plan.batch.rows] == [0]
