@@ -29,6 +29,8 @@ from deploy.default_model import resolve_model
 ROUTER_CORE, OTHER_CORE = 0, 1
 CHUNKS = (16, 64, 256)
 READY_S = 60.0
+HURRIED_CHUNKS_PER_S = 20_000
+"""About what a router takes when nodes do not pause between steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,8 @@ def compare(
     cells: dict[tuple[str, int], list[Cell]] = {}
     for _ in range(args.rounds):
         for chunks in CHUNKS:
-            requests = max(1, round(args.seconds / (chunks * step_s)))
+            per_s = 1 / (chunks * step_s) if step_s else HURRIED_CHUNKS_PER_S / chunks / streams
+            requests = max(1, round(args.seconds * per_s))
             for target in targets:
                 cell = measure(
                     target, folder, streams, chunks, requests, step_s, args.prompt_tokens
@@ -182,7 +185,7 @@ def compare(
         total = statistics.median(cell.us_per_request for cell in shown)
         print(
             f"| {streams} | {target.name} | {per_request:.0f} | {per_chunk:.1f} | {total:.0f} | "
-            + " | ".join(f"{ms:.2f}" for ms in times)
+            + " | ".join(f"{ms:.2f}" if step_s else "" for ms in times)
             + f" | {resident_mib(target.pid):.0f} |",
             flush=True,
         )
@@ -195,7 +198,9 @@ def main() -> None:
     parser.add_argument("--peer", help="a Python that has sglang-router")
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 64, 512])
-    parser.add_argument("--step-ms", type=float, default=20.0, help="between a stream's tokens")
+    parser.add_argument(
+        "--step-ms", type=float, default=20.0, help="between a stream's tokens; 0: none"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=3.0, help="of streaming, for each cell")
     parser.add_argument("--rounds", type=int, default=2)

@@ -114,7 +114,7 @@ class Node:
 
 
 def serve(router: str, folder: Path, stamps: Stamps, step_s: float) -> None:
-    """Run both nodes until the process is ended."""
+    """Run both nodes until the process is ended. Without `step_s` they are as fast as they can."""
     ids = [token_id for token_id, _ in find_words(folder)]
     context = zmq.Context()
     prefill, decode = Node(context, router, "prefill"), Node(context, router, "decode")
@@ -125,8 +125,8 @@ def serve(router: str, folder: Path, stamps: Stamps, step_s: float) -> None:
     step = 0
     beat_at = step_at = time.monotonic()
     while True:
-        wait_s = step_at - time.monotonic()
-        poller.poll(math.ceil(max(0.0, wait_s) * 1000))
+        due_at = min(step_at, beat_at) if rooms else beat_at
+        poller.poll(math.ceil(max(0.0, due_at - time.monotonic()) * 1000))
         asked = [body for body in prefill.receive() if isinstance(body, Generate)]
         if asked:
             prefill.send(

@@ -33,6 +33,7 @@ class Streams:
         self._words = words
         self._stamps = stamps
         self._left: dict[asyncio.Transport, int] = {}
+        self._begun = asyncio.Event()
 
     def begin(self, transport: asyncio.Transport, count: int) -> None:
         head = (
@@ -42,6 +43,7 @@ class Streams:
         transport.write(head + _chunk(self._words[FIRST], last=count == 1))
         if count > 1:
             self._left[transport] = count - 1
+            self._begun.set()
 
     def end(self, transport: asyncio.Transport) -> None:
         self._left.pop(transport, None)
@@ -50,6 +52,9 @@ class Streams:
         step = 0
         at = time.monotonic()
         while True:
+            if not self._left:
+                self._begun.clear()
+                await self._begun.wait()
             at = max(at + step_s, time.monotonic())
             await asyncio.sleep(at - time.monotonic())
             step += 1
@@ -123,7 +128,8 @@ class Worker(asyncio.Protocol):
 async def serve(
     prefill_port: int, decode_port: int, folder: Path, stamps: Stamps, step_s: float
 ) -> None:
-    """Run both workers until the process is ended."""
+    """Run both workers until the process is ended. Without `step_s` they are as fast as they
+    can."""
     loop = asyncio.get_running_loop()
     streams = Streams([text for _, text in find_words(folder)], stamps)
     await loop.create_server(lambda: Worker(None), "127.0.0.1", prefill_port)
