@@ -97,6 +97,7 @@ class Admission:
         self.limits = limits
         self.refused: Counter[Refusal] = Counter()
         self._prefill = RateMeter()
+        self._computed = RateMeter()
         self._ends = RateMeter()
         self._freed = RateMeter()
         self._line = 0.0
@@ -108,12 +109,14 @@ class Admission:
     def note_work(self, *, queued: bool, unfinished: bool, now: float) -> None:
         """`queued`: enough prompts wait to keep the cluster busy. Call when that changes."""
         self._prefill.run(queued, now)
+        self._computed.run(queued, now)
         self._ends.run(unfinished, now)
         self._freed.run(unfinished, now)
 
-    def note_prefilled(self, tokens: int, now: float) -> None:
-        """A first token came."""
-        self._prefill.add(tokens, now)
+    def note_prefilled(self, known: int, computed: int, now: float) -> None:
+        """A first token came. `computed`: of the `known` tokens those that were not cached."""
+        self._prefill.add(known, now)
+        self._computed.add(computed, now)
 
     def note_end(self, held_tokens: int, now: float) -> None:
         """A choice ended and gave its KV back."""
@@ -122,8 +125,13 @@ class Admission:
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
-        """The cluster's pace; None until it is known."""
+        """The cluster's pace in prompts' tokens, cached or not; None until it is known."""
         return self._prefill.per_second
+
+    @property
+    def computed_tokens_per_s(self) -> float | None:
+        """The same in tokens that had to be computed."""
+        return self._computed.per_second
 
     def wait_s(self, tokens_ahead: int) -> float | None:
         """Seconds until these tokens are computed; None while the pace is unknown."""

@@ -169,6 +169,7 @@ def _application(
         body_timeout_s=config.body_timeout_s,
         max_unsent_bytes=config.max_unsent_bytes,
         send_timeout_s=config.send_timeout_s,
+        session_header=config.session_header,
     )
     sglang = SglangApi(service, preparer, metrics, limits, config.health_timeout_s)
     app.add_routes(OpenAIApi(service, preparer, metrics, limits).routes())

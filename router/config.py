@@ -10,7 +10,7 @@ from typing import Literal
 from common.adapter_names import name_problem, path_problem
 from common.config import DEFAULT_MODEL
 
-PolicyName = Literal["random", "round_robin", "least_loaded"]
+PolicyName = Literal["random", "round_robin", "least_loaded", "power_of_two", "cache_aware"]
 
 _POSITIVE = (
     "max_index_pages",
@@ -62,10 +62,13 @@ class RouterConfig:
     """Address that nodes dial."""
     node_port: int = 8001
     """Port that nodes dial; 0 takes a free one."""
-    prefill_policy: PolicyName = "least_loaded"
+    prefill_policy: PolicyName = "cache_aware"
     """How a prefill node is chosen."""
-    decode_policy: PolicyName = "least_loaded"
+    decode_policy: PolicyName = "cache_aware"
     """How a decode node is chosen."""
+    session_header: str = "x-session-id"
+    """HTTP header that names a conversation: its requests go to the same nodes while these are not
+    overloaded, whatever the policy. Empty: no header does."""
     max_index_pages: int = 2_000_000
     """Cached pages of all nodes that the router remembers, about 100 bytes each; the oldest go."""
     local_prefill_tokens: int = 32

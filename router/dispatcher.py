@@ -38,7 +38,8 @@ from router.jobs import JobTable
 from router.limits import Limits
 from router.node import Loss
 from router.nodes import NodeRegistry
-from router.policies import Choose, Pair
+from router.picking import Pair
+from router.policies import Choose
 from router.protocol.terms import DEFAULT_TERMS, Terms, deadline
 from router.replay import CAUSE_OF_FAILURE, CAUSE_OF_LOSS, GiveUp, blamed_for, judge
 from router.requests import (
@@ -77,7 +78,11 @@ class Dispatcher:
         self._random = random
         self.cache = cache if cache is not None else CacheIndex(max_pages=0)
         self.intake = Intake(
-            registry, limits, choose_prefill=choose_prefill, choose_decode=choose_decode
+            registry,
+            limits,
+            choose_prefill=choose_prefill,
+            choose_decode=choose_decode,
+            cache=self.cache,
         )
         self._waiting, self._load = self.intake.waiting, self.intake.load
         self.jobs = JobTable(random)
@@ -225,7 +230,7 @@ class Dispatcher:
         self._load.grew(attempt.room, job)
         if not attempt.first_token:
             attempt.first_token = True
-            self.intake.admission.note_prefilled(self._load.computed(attempt.room), now)
+            self.intake.note_prefilled(attempt.room, now)
             self._freed = True
         finish = news.finish or job.complete()
         self._effects.tell_tokens(job, news.ending(finish), now)
@@ -240,10 +245,8 @@ class Dispatcher:
         found = self._attempt_of(node, room)
         if found is None or outlived(node, found[1]):
             return
-        job, attempt = found
+        job, _ = found
         self._abort_attempt(job, but=node)
-        if node == attempt.decode:  # prefill still has the prefix; if it retracts, it is paused
-            job.prefer = attempt.prefill
         self._replay(job, ReplayCause.RETRACTED, {node}, now, "its KV was given up")
         self._serve(now)
 
@@ -324,10 +327,9 @@ class Dispatcher:
         job.move(JobState.DISPATCHED)
         job.attempts += 1
         job.stranded_since = None
-        job.prefer = None
         job.attempt = self._attempts.begin(job, pair.prefill, pair.decode)
         job.times.dispatched = job.times.dispatched or now
-        self._load.add(job.attempt.room, job, job.attempt)
+        self._load.add(job.attempt.room, job, job.attempt, pair)
         for node, generate in generates(job, job.attempt, self._registry, now):
             self._effects.sends.append(Send(node, generate))
 

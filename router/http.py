@@ -21,6 +21,8 @@ INLINE_ENTRIES = 4096
 """Of a body; these take some milliseconds."""
 CLIENT_LEFT = 499
 """Counted for a client that left before its answer was whole; nginx's number."""
+MAX_SESSION_CHARS = 256
+"""Of a session's name that count."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 _encode = msgspec.json.Encoder().encode
 
@@ -65,13 +67,19 @@ def request_id(request: web.Request, given: str | None = None) -> str:
     return name
 
 
+def session_of(request: web.Request, header: str) -> str:
+    """The client's name for the conversation that a request belongs to; empty if it has none."""
+    return request.headers.get(header, "")[:MAX_SESSION_CHARS] if header else ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpLimits:
-    """Patience with clients; see `RouterConfig`."""
+    """Manners with clients; see `RouterConfig`."""
 
     body_timeout_s: float
     max_unsent_bytes: int
     send_timeout_s: float
+    session_header: str = ""
 
 
 async def read_body(request: web.Request, timeout_s: float | None = None) -> bytes:

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 
+from common.messages import Room
 from router.admission import Admission, Backlog, Demand, Refusal
+from router.cache_index import CacheIndex
 from router.errors import unavailable
 from router.limits import Limits
 from router.load import BUSY_TOKENS, LoadBook
 from router.nodes import NodeRegistry
+from router.picking import Pair, Rules
 from router.placement import Placement
-from router.policies import Choose, Pair
+from router.policies import Choose
 from router.requests import Job
 from router.waiting import WaitingRoom
 
@@ -23,6 +26,7 @@ class Intake:
         *,
         choose_prefill: Choose,
         choose_decode: Choose,
+        cache: CacheIndex,
     ) -> None:
         self._registry = registry
         self.waiting = WaitingRoom()
@@ -31,9 +35,13 @@ class Intake:
         self._placement = Placement(
             registry,
             self.load,
-            limits.local,
-            choose_prefill=choose_prefill,
-            choose_decode=choose_decode,
+            cache,
+            Rules(
+                choose_prefill=choose_prefill,
+                choose_decode=choose_decode,
+                local=limits.local,
+                decode_alone=registry.decode_alone,
+            ),
         )
 
     def check_room_for(self, demand: Demand, priority: int, unfinished: int, now: float) -> None:
@@ -77,7 +85,13 @@ class Intake:
         busy = bool(self.waiting) or self._placement.tokens_to_prefill() >= enough
         self.admission.note_work(queued=running and busy, unfinished=running, now=now)
 
+    def note_prefilled(self, room: Room, now: float) -> None:
+        """A room's first token came."""
+        done = self.load.computed(room)
+        if done is not None:
+            self.admission.note_prefilled(done.known, done.computed, now)
+
     def _pace(self) -> float:
         """Tokens per second of one node that computes prompts; 0 until it is known."""
-        per_s = self.admission.prefill_tokens_per_s or 0.0
+        per_s = self.admission.computed_tokens_per_s or 0.0
         return per_s / max(1, self._placement.num_computing())

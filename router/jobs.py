@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from random import Random
 
 from common.messages import Adapter, SamplingParams
+from router.page_keys import PageKeys
 from router.protocol.terms import Terms
 from router.requests import Job, JobState, Listener, Timeline
 
@@ -64,7 +65,9 @@ class JobTable:
             times=Timeline(now),
             priority=terms.priority,
             whole_path=terms.whole_path,
+            session=terms.session,
             adapter=adapter,
+            page_keys=PageKeys(adapter.digest if adapter is not None else ""),
         )
         self._jobs[rid] = job
         return job

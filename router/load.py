@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from common.messages import Incarnation, Room
 from router.node import Node
-from router.policies import Candidate
+from router.picking import Pair
+from router.policies import Candidate, place_of
+from router.recent import RecentWork
 from router.requests import Attempt, Job
 
 LOOK_AHEAD_TOKENS = 1024
@@ -37,6 +39,15 @@ class _Share:
     to_compute: int
     known: int
     held: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A prompt that is done, in tokens."""
+
+    known: int
+    computed: int
+    """Those that had not been cached where it was computed."""
 
 
 @dataclass(slots=True)
@@ -81,6 +92,7 @@ class LoadBook:
         self._shares: dict[Room, _Share] = {}
         self._computing: set[Room] = set()
         self._tallies: dict[Incarnation, _Tally] = {}
+        self._recent_prefill, self._recent_decode = RecentWork(), RecentWork()
         self.held_tokens = 0
         """Tokens of KV that this router's attempts want on decode nodes."""
         self.local_tokens = 0
@@ -88,11 +100,12 @@ class LoadBook:
 
     # ------------------------------------------------------------ this router's attempts
 
-    def add(self, room: Room, job: Job, attempt: Attempt) -> None:
+    def add(self, room: Room, job: Job, attempt: Attempt, pair: Pair) -> None:
         """An attempt begins."""
-        known = job.known_tokens
+        known, held = job.known_tokens, job.held_tokens
         is_local = attempt.prefill is None
-        share = _Share(attempt.computes, attempt.decode, is_local, known, known, job.held_tokens)
+        to_compute = known - pair.computer_has
+        share = _Share(attempt.computes, attempt.decode, is_local, to_compute, known, held)
         self._shares[room] = share
         self._computing.add(room)
         self._count_prompt(share, 1)
@@ -101,15 +114,18 @@ class LoadBook:
         decode.tokens += share.known
         decode.held += share.held
         self.held_tokens += share.held
+        if attempt.prefill is not None:
+            self._recent_prefill.give(attempt.prefill, to_compute)
+        self._recent_decode.give(attempt.decode, held - pair.decode_has)
 
-    def computed(self, room: Room) -> int:
-        """The prompt is done; returns its tokens, 0 if that was known."""
+    def computed(self, room: Room) -> Prefilled | None:
+        """The prompt is done; None if that was known."""
         if room not in self._computing:
-            return 0
+            return None
         self._computing.remove(room)
         share = self._shares[room]
         self._count_prompt(share, -1)
-        return share.to_compute
+        return Prefilled(share.known, share.to_compute)
 
     def _count_prompt(self, share: _Share, sign: int) -> None:
         tally, tokens = self._tally(share.computes), sign * share.to_compute
@@ -145,15 +161,22 @@ class LoadBook:
     # ------------------------------------------------------------ what nodes say
 
     def heard(self, node: Node) -> None:
-        """A heartbeat came: whatever it counts beyond our share is others'."""
+        """A heartbeat came: whatever it counts beyond our share is others'.
+
+        Where all requests are ours so are all tokens: a node that has not looked yet what it has
+        cached of them counts more than we do.
+        """
         tally = self._tally(node.incarnation)
         requests = sum(node.stats.queues.get(queue, 0) for queue in _QUEUES)
         tally.others_requests = max(0, requests - tally.requests)
-        tally.others_tokens = max(0, node.stats.queued_tokens - tally.tokens)
+        others = node.stats.queued_tokens - tally.tokens if tally.others_requests else 0
+        tally.others_tokens = max(0, others)
 
     def forget(self, incarnation: Incarnation) -> None:
         """The node is gone; its attempts were removed."""
         self._tallies.pop(incarnation, None)
+        self._recent_prefill.forget(incarnation)
+        self._recent_decode.forget(incarnation)
 
     # ------------------------------------------------------------ what to make of it
 
@@ -171,7 +194,8 @@ class LoadBook:
             if node.takes_work:
                 tally = self._tally(node.incarnation)
                 is_open = tally.all_requests < LOOK_AHEAD_REQUESTS or tally.all_tokens < ahead
-                candidates.append(_candidate(node, tally.all_tokens, is_open))
+                recent = self._recent_prefill.of(node.incarnation)
+                candidates.append(_candidate(node, tally.all_tokens, is_open, recent))
         return candidates
 
     def decode_candidates(self, nodes: Iterable[Node], tokens_per_s: float) -> list[Candidate]:
@@ -185,7 +209,8 @@ class LoadBook:
                 slots = decode_slots(node.hello.max_running_requests)
                 is_open = tally.all_requests < slots and self._has_pages(node, tally)
                 computes = tally.prompts < LOOK_AHEAD_REQUESTS or tally.prompt_tokens < ahead
-                candidates.append(_candidate(node, load, is_open, computes))
+                recent = self._recent_decode.of(node.incarnation)
+                candidates.append(_candidate(node, load, is_open, recent, computes))
         return candidates
 
     @staticmethod
@@ -203,6 +228,16 @@ def _look_ahead(tokens_per_s: float) -> int:
     return max(LOOK_AHEAD_TOKENS, int(LOOK_AHEAD_S * tokens_per_s))
 
 
-def _candidate(node: Node, load: int, is_open: bool, computes: bool = True) -> Candidate:
-    fingerprint, capacity = node.hello.fingerprint, node.capacity_tokens
-    return Candidate(node.incarnation, fingerprint, capacity, float(load), is_open, computes)
+def _candidate(
+    node: Node, load: int, is_open: bool, recent: float, computes: bool = True
+) -> Candidate:
+    return Candidate(
+        node.incarnation,
+        node.hello.fingerprint,
+        node.capacity_tokens,
+        float(load),
+        is_open,
+        computes,
+        recent,
+        place_of(node.hello.name),
+    )

@@ -45,6 +45,7 @@ from common.messages import (
 )
 from common.modes import DisaggregationMode
 from router.node import Loss, Node
+from router.page_keys import Lineage
 
 REMEMBERED_NODES = 1024
 """Given-up incarnations that are told to reset when they come back."""
@@ -273,6 +274,11 @@ class NodeRegistry:
             for node in self.of_role(DisaggregationMode.PREFILL)
             if node.stays and node.is_equipped and node.holds(adapter)
         }
+
+    def lineages(self) -> set[Lineage]:
+        """What the nodes' pages are computed by."""
+        hellos = (node.hello for node in self._nodes.values())
+        return {Lineage(hello.fingerprint, hello.weight_version) for hello in hellos}
 
     def decode_tokens(self) -> int:
         """Tokens of KV that all decode nodes hold together, paused or not."""

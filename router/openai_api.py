@@ -13,7 +13,7 @@ from router.arrivals import Arrival
 from router.best_of import best_of
 from router.errors import invalid
 from router.generation import ChoiceResult, Generation
-from router.http import HttpLimits, json_response, make_body, read_body, request_id
+from router.http import HttpLimits, json_response, make_body, read_body, request_id, session_of
 from router.metrics import RouterMetrics
 from router.prepare import Preparer
 from router.prepared import Prepared
@@ -100,7 +100,7 @@ class OpenAIApi:
         self._service.check_arrival(arrival)
         body = decode_body(decoder, await read_body(request, self._limits.body_timeout_s))
         arrival.rid = request_id(request)
-        terms = body.terms()
+        terms = body.terms(session=session_of(request, self._limits.session_header))
         self._service.check_arrival(arrival, terms)
         return body, terms
 

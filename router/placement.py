@@ -6,19 +6,20 @@ ever; those behind it may still go to nodes that it could not use anyway. A job 
 use the nodes that hold its very content; where none of these has anything left, all jobs of that
 adapter are passed over at once.
 
-What is short decode computes itself, and everything where no prefill node is left; see
-`local_prefill`.
+What is short, or mostly cached there, decode computes itself, and everything where no prefill node
+is left; see `local_prefill`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from common.messages import Adapter, Incarnation
 from common.modes import DisaggregationMode
+from router.cache_index import CacheIndex
 from router.load import LoadBook
-from router.local_prefill import LocalLimits, pick_alone
 from router.nodes import NodeRegistry
-from router.policies import Candidate, Choose, Full, Pair, pick_pair
+from router.picking import Full, Pair, Rules, Wish, pick_nodes
+from router.policies import Candidate, Work
 from router.requests import Job
 from router.waiting import WaitingRoom
 
@@ -27,22 +28,19 @@ MAX_SKIPPED = 256
 
 
 class Placement:
-    """Knows the nodes, their loads and the policies."""
+    """Knows the nodes, their loads, what they have cached, and the policies."""
 
     def __init__(
         self,
         registry: NodeRegistry,
         book: LoadBook,
-        local: LocalLimits,
-        *,
-        choose_prefill: Choose,
-        choose_decode: Choose,
+        cache: CacheIndex,
+        rules: Rules,
     ) -> None:
         self._registry = registry
         self._book = book
-        self._local = local
-        self._choose_prefill = choose_prefill
-        self._choose_decode = choose_decode
+        self._cache = cache
+        self._rules = rules
 
     def round(self, waiting: WaitingRoom, tokens_per_s: float) -> Iterator[tuple[Job, Pair]]:
         """Jobs that may start now, each with its nodes, in the queue's order.
@@ -63,7 +61,7 @@ class Placement:
             if isinstance(pair, Full):
                 kept |= pair.nodes
             left = {c.incarnation for c in prefills} - kept, {c.incarnation for c in decodes} - kept
-            alone = self._registry.decode_alone and not left[0]
+            alone = self._rules.decode_alone and not left[0]
             if not left[1] or not (left[0] or (alone and self._alone(job.adapter, decodes))):
                 passed.add(job.adapter)
             if None in passed or len(skipped) >= MAX_SKIPPED:
@@ -91,7 +89,7 @@ class Placement:
             sum(node.stays for node in self._registry.of_role(role))
             for role in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
         )
-        return prefills or (decodes if self._registry.decode_alone else 0)
+        return prefills or (decodes if self._rules.decode_alone else 0)
 
     def _candidates(
         self, adapter: Adapter | None, kept: set[Incarnation], tokens_per_s: float
@@ -111,7 +109,7 @@ class Placement:
 
     def _alone(self, adapter: Adapter | None, decodes: list[Candidate]) -> list[Candidate]:
         """Those of `decodes` that no prefill node could help."""
-        if not self._registry.decode_alone or not decodes:
+        if not self._rules.decode_alone or not decodes:
             return []
         groups = self._registry.prefill_groups(adapter)
         return [c for c in decodes if c.fingerprint not in groups]
@@ -119,31 +117,24 @@ class Placement:
     def _pick(
         self, job: Job, prefills: list[Candidate], decodes: list[Candidate]
     ) -> Pair | Full | None:
-        """A pair, or a decode node that computes alone; what it waits for; None: nobody can."""
-        pick = partial(
-            pick_alone, tokens=job.max_total_tokens, avoid=job.avoid, choose=self._choose_decode
-        )
-        if not job.prefers_pair and self._local.computes_alone(job.known_tokens, 0):
-            alone = pick(decodes)
-            if isinstance(alone, Pair):
-                return alone
-        pair = self._pick_pair(job, prefills, decodes)
-        if isinstance(pair, Pair) and pair.prefill not in job.avoid:
-            return pair
-        # Every prefill node is full, has failed this request, or is none.
-        others = decodes if isinstance(pair, Pair) else self._alone(job.adapter, decodes)
-        alone = pick(others) if self._registry.decode_alone else None
-        return alone if isinstance(alone, Pair) or pair is None else pair
-
-    def _pick_pair(
-        self, job: Job, prefills: list[Candidate], decodes: list[Candidate]
-    ) -> Pair | Full | None:
-        return pick_pair(
-            prefills,
-            decodes,
+        wish = Wish(
             tokens=job.max_total_tokens,
+            work=Work(job.known_tokens, session=job.session, find=partial(self._cached, job)),
             avoid=job.avoid,
-            prefer=job.prefer,
-            choose_prefill=self._choose_prefill,
-            choose_decode=self._choose_decode,
+            computed_whole=job.sampling.prompt_logprobs is not None,
+            prefers_pair=job.prefers_pair,
         )
+        served = self._registry.prefill_groups(job.adapter)
+        return pick_nodes(prefills, decodes, wish, self._rules, served)
+
+    def _cached(self, job: Job) -> Mapping[Incarnation, int]:
+        """How many of a job's tokens each node has cached, as far as a hit may use them."""
+        found: dict[Incarnation, int] = {}
+        if not len(self._cache):
+            return found
+        tokens = job.prompt_ids + job.output_ids if job.output_ids else job.prompt_ids
+        for lineage in self._registry.lineages():
+            page_size = lineage.fingerprint.page_size
+            pages = self._cache.match(job.page_keys.of_prefix(lineage, tokens))
+            found.update((node, depth * page_size) for node, depth in pages.items())
+        return found

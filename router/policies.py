@@ -1,53 +1,85 @@
-"""Which prefill and which decode node get an attempt: pure functions over a snapshot.
+"""Which node of a role gets an attempt: pure functions over candidates and the work to be placed.
 
-Only pairs with equal fingerprints are ever chosen, since pages of one must fit the other. Nodes on
-which this request already failed are chosen only when nothing else is left. A node without room is
-not chosen now: the request waits for it at the router, where priority and cancellation reach it.
+    prefill   cost = tokens waiting there + tokens it would have to compute
+    decode    cost = tokens held there    + tokens that would have to be sent there
+
+Both in tokens of work; what is cached is what a node need not compute, or be sent. The formula, its
+sources and its limits are in `docs/routing.md`.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from random import Random
 
 from common.messages import Fingerprint, Incarnation
 from router.config import PolicyName
 
+FAIR_SHARE = 1.25
+"""So many times the calmest one's recent work a node may have before its cache counts for less."""
+SESSION_LOAD = 1.25
+"""So many times the mean load a session's node may have, and a prompt more."""
+SLACK_TOKENS = 1024
+"""Tokens that a node may have more in any case: what is hardly any work is no overload."""
+_64_BITS = 2**64 - 1
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True, eq=False)
 class Candidate:
-    """A node that may take work now."""
+    """A node that may take work now, as the load book keeps it. Policies only read it."""
 
     incarnation: Incarnation
     fingerprint: Fingerprint
     capacity_tokens: int
-    load: float
+    load: float = 0.0
     """What waits or runs there, in one unit for all candidates of a role; smaller is better."""
     is_open: bool = True
     """Whether it takes one more attempt now; not when it has enough to do."""
     computes: bool = True
     """Of a decode node: whether it takes one more prompt to compute itself."""
+    recent: float = 0.0
+    """Tokens of work that it was given of late, in the same unit."""
+    place: int = 0
+    """Where it stands among the nodes that sessions are spread over."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    prefill: Incarnation | None
-    """None: decode computes the prompt itself."""
-    decode: Incarnation
+class Work:
+    """What is to be placed, as far as a policy looks at it."""
+
+    __slots__ = ("_cached", "_find", "known_tokens", "session")
+
+    def __init__(
+        self,
+        known_tokens: int,
+        *,
+        session: str = "",
+        find: Callable[[], Mapping[Incarnation, int]] = dict,
+    ) -> None:
+        """`find` says how many of the first tokens each node has cached, those with none left out;
+        it is asked at most once, and not before somebody wants to know."""
+        self.known_tokens = known_tokens
+        self.session = session
+        self._find = find
+        self._cached: Mapping[Incarnation, int] | None = None
+
+    @property
+    def cached(self) -> Mapping[Incarnation, int]:
+        """Tokens that each node has cached."""
+        if self._cached is None:
+            self._cached = self._find()
+        return self._cached
+
+    def computed_whole(self) -> "Work":
+        """The same for a node that may use nothing it has cached."""
+        return Work(self.known_tokens, session=self.session)
 
 
-@dataclass(frozen=True, slots=True)
-class Full:
-    """Nodes could take it, but not now; `nodes` are those without room that it waits for."""
-
-    nodes: frozenset[Incarnation]
-
-
-Choose = Callable[[Sequence[Candidate]], Candidate]
+Choose = Callable[[Sequence[Candidate], Work], Candidate]
 """Picks one of a non-empty sequence."""
 
 
 def random_choice(random: Random) -> Choose:
-    return random.choice
+    return lambda candidates, _: random.choice(candidates)
 
 
 def round_robin() -> Choose:
@@ -55,7 +87,7 @@ def round_robin() -> Choose:
     turn = 0
     last: dict[Incarnation, int] = {}
 
-    def choose(candidates: Sequence[Candidate]) -> Candidate:
+    def choose(candidates: Sequence[Candidate], _: Work) -> Candidate:
         nonlocal turn
         turn += 1
         chosen = min(candidates, key=lambda c: last.get(c.incarnation, 0))
@@ -68,63 +100,97 @@ def round_robin() -> Choose:
 def least_loaded(random: Random) -> Choose:
     """The smallest load; equals are drawn by chance, so that several routers do not agree."""
 
-    def choose(candidates: Sequence[Candidate]) -> Candidate:
-        smallest = min(c.load for c in candidates)
+    def choose(candidates: Sequence[Candidate], _: Work) -> Candidate:
+        smallest = min([c.load for c in candidates])
         return random.choice([c for c in candidates if c.load == smallest])
 
     return choose
 
 
+def power_of_two(random: Random) -> Choose:
+    """The less loaded of two that are drawn by chance: nearly as even as looking at all of them,
+    and routers with stale numbers do not all run to the same node (Mitzenmacher)."""
+
+    def choose(candidates: Sequence[Candidate], _: Work) -> Candidate:
+        if len(candidates) == 1:
+            return candidates[0]
+        one, other = random.sample(candidates, 2)
+        return one if one.load <= other.load else other
+
+    return choose
+
+
+def cache_aware(random: Random) -> Choose:
+    """The smallest sum of what is there already and what this work adds; among equals the one with
+    the least recent work, then by chance.
+
+    A node with more than its share of recent work is given less credit for what it has cached, down
+    to none. So a prefix that everybody shares is soon computed on every node, and what only one
+    conversation has stays where it is.
+    """
+
+    def choose(candidates: Sequence[Candidate], work: Work) -> Candidate:
+        cached = work.cached
+        if cached:
+            fair = FAIR_SHARE * min([c.recent for c in candidates]) + SLACK_TOKENS
+            costs = [
+                c.load - max(0.0, cached.get(c.incarnation, 0) - max(0.0, c.recent - fair))
+                for c in candidates
+            ]
+        else:
+            costs = [c.load for c in candidates]
+        smallest = min(costs)
+        best = [c for c, cost in zip(candidates, costs, strict=True) if cost == smallest]
+        if len(best) > 1:
+            calmest = min([c.recent for c in best])
+            best = [c for c in best if c.recent == calmest]
+        return random.choice(best)
+
+    return choose
+
+
+def with_sessions(otherwise: Choose) -> Choose:
+    """Work that names a session goes where the session's last work went, as long as that node is
+    among the candidates and not overloaded; then to the next one in the session's own order.
+
+    The order is by rendezvous hashing, so that a node which comes or goes moves only its share of
+    the sessions, and routers agree without a word. The bound on the load is that of consistent
+    hashing with bounded loads.
+    """
+
+    def choose(candidates: Sequence[Candidate], work: Work) -> Candidate:
+        if not work.session:
+            return otherwise(candidates, work)
+        mean = sum([c.load for c in candidates]) / len(candidates)
+        limit = SESSION_LOAD * mean + max(work.known_tokens, SLACK_TOKENS)
+        near = place_of(work.session)
+        return max([c for c in candidates if c.load <= limit], key=lambda c: _mixed(near ^ c.place))
+
+    return choose
+
+
+def place_of(name: str) -> int:
+    """Where a session or a node stands; the same in every process."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def _mixed(number: int) -> int:
+    """Every bit of 64 depends on every bit (the finalizer of splitmix64)."""
+    number = ((number ^ number >> 30) * 0xBF58476D1CE4E5B9) & _64_BITS
+    number = ((number ^ number >> 27) * 0x94D049BB133111EB) & _64_BITS
+    return number ^ number >> 31
+
+
 def make_choice(name: PolicyName, random: Random) -> Choose:
     match name:
         case "random":
-            return random_choice(random)
+            choose = random_choice(random)
         case "round_robin":
-            return round_robin()
+            choose = round_robin()
         case "least_loaded":
-            return least_loaded(random)
-
-
-def pick_pair(
-    prefills: Sequence[Candidate],
-    decodes: Sequence[Candidate],
-    *,
-    tokens: int,
-    avoid: Set[Incarnation],
-    prefer: Incarnation | None,
-    choose_prefill: Choose,
-    choose_decode: Choose,
-) -> Pair | Full | None:
-    """Choose the two nodes of an attempt that may need `tokens` tokens of KV on each.
-
-    `prefer` is a prefill node that still has this request's prefix. None: nobody can ever take it.
-    """
-    fitting = [c for c in decodes if c.capacity_tokens >= tokens]
-    partners: Mapping[Fingerprint, list[Candidate]] = _by_fingerprint(fitting)
-    able = [c for c in prefills if c.capacity_tokens >= tokens and c.fingerprint in partners]
-    if not able:
-        return None
-    able = _without(able, avoid)
-    groups = {c.fingerprint for c in able}
-    fitting = [c for group in groups for c in _without(partners[group], avoid)]
-    open_decodes = [c for c in fitting if c.is_open]
-    open_groups = _by_fingerprint(open_decodes)
-    open_prefills = [c for c in able if c.is_open and c.fingerprint in open_groups]
-    if not open_prefills:
-        waits_for = [c for c in able if not c.is_open] if open_decodes else fitting
-        return Full(frozenset(c.incarnation for c in waits_for))
-    preferred = [c for c in open_prefills if c.incarnation == prefer]
-    prefill = choose_prefill(preferred or open_prefills)
-    decode = choose_decode(open_groups[prefill.fingerprint])
-    return Pair(prefill.incarnation, decode.incarnation)
-
-
-def _without(candidates: Sequence[Candidate], avoid: Set[Incarnation]) -> list[Candidate]:
-    return [c for c in candidates if c.incarnation not in avoid] or list(candidates)
-
-
-def _by_fingerprint(candidates: Sequence[Candidate]) -> dict[Fingerprint, list[Candidate]]:
-    groups: dict[Fingerprint, list[Candidate]] = {}
-    for candidate in candidates:
-        groups.setdefault(candidate.fingerprint, []).append(candidate)
-    return groups
+            choose = least_loaded(random)
+        case "power_of_two":
+            choose = power_of_two(random)
+        case "cache_aware":
+            choose = cache_aware(random)
+    return with_sessions(choose)

@@ -33,6 +33,7 @@ from common.messages import (
     TokenOutput,
 )
 from router.errors import ApiError
+from router.page_keys import PageKeys
 
 HEADROOM_TOKENS = 128
 """Room to grow that a request is counted with on its decode node: decode's own reserve."""
@@ -217,6 +218,9 @@ class Job:
     """What was asked for, content and all, from acceptance to the end; None: the base model."""
     whole_path: bool = False
     """See `Terms`."""
+    session: str = ""
+    """The client's name for what it belongs to; empty where it gave none."""
+    page_keys: PageKeys = field(default_factory=PageKeys)
     state: JobState = JobState.QUEUED
     output_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0
@@ -225,8 +229,6 @@ class Job:
     replays: dict[ReplayCause, int] = field(default_factory=dict)
     avoid: set[Incarnation] = field(default_factory=set)
     """Nodes on which it failed."""
-    prefer: Incarnation | None = None
-    """The prefill node that has its prefix."""
     stranded_since: float | None = None
     """Since when no node could ever take it."""
     last_fault: str = ""

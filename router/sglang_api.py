@@ -9,7 +9,7 @@ from aiohttp import web
 from router.arrivals import Arrival
 from router.errors import invalid, unavailable
 from router.generation import Generation
-from router.http import HttpLimits, json_response, make_body, read_body, request_id
+from router.http import HttpLimits, json_response, make_body, read_body, request_id, session_of
 from router.metrics import RouterMetrics
 from router.prepare import Preparer
 from router.prepared import Prepared
@@ -57,7 +57,8 @@ class SglangApi:
             self._service.check_arrival(arrival)
             body = decode_body(_generate, await read_body(request, self._limits.body_timeout_s))
             arrival.rid = request_id(request, body.rid if isinstance(body.rid, str) else None)
-            terms = body.terms(higher_first=True)  # as SGLang has it
+            session = session_of(request, self._limits.session_header)
+            terms = body.terms(session=session, higher_first=True)  # as SGLang has it
             self._service.check_arrival(arrival, terms)
             prepared = await self._preparer.generate(body)
             return await self._answer(request, body, arrival, terms, prepared)

@@ -18,6 +18,8 @@ class Terms:
     """Lower values come first."""
     timeout_s: float | None = None
     """Since the HTTP request came; the router's maximum if None."""
+    session: str = ""
+    """What it belongs to: such requests go to the same nodes, while these are not overloaded."""
     whole_path: bool = False
     """Go over a prefill and a decode node where there are any, however short the prompt."""
 
@@ -31,7 +33,7 @@ class TermsFields(msgspec.Struct, kw_only=True):
     priority: int | None = None
     timeout_s: float | None = None
 
-    def terms(self, *, higher_first: bool = False) -> Terms:
+    def terms(self, *, session: str = "", higher_first: bool = False) -> Terms:
         """Check them. `higher_first`: this API's larger priorities come first.
 
         Raises:
@@ -43,7 +45,8 @@ class TermsFields(msgspec.Struct, kw_only=True):
             raise invalid(message, "priority")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise invalid(f"timeout_s must be positive, not {self.timeout_s:g}", "timeout_s")
-        return Terms(priority=-priority if higher_first else priority, timeout_s=self.timeout_s)
+        place = -priority if higher_first else priority
+        return Terms(priority=place, timeout_s=self.timeout_s, session=session)
 
 
 def deadline(arrived: float, terms: Terms, maximum_s: float) -> float:

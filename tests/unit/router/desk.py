@@ -1,5 +1,7 @@
 """A dispatcher with nodes that only exist as registry entries, and a clock in the test's hand."""
 
+from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 from typing import TypeVar
@@ -11,6 +13,7 @@ from common.messages import (
     Abort,
     Adapter,
     AdapterInfo,
+    CacheUpdate,
     Envelope,
     Failed,
     FailureKind,
@@ -31,12 +34,15 @@ from common.messages import (
 from common.modes import DisaggregationMode
 from router.adapters import AdapterCatalogue
 from router.admission import Demand
+from router.cache_index import CacheIndex
+from router.config import PolicyName
 from router.dispatcher import Dispatcher
 from router.limits import Limits
 from router.local_prefill import LocalLimits
 from router.node import Loss, Node
 from router.nodes import NodeRegistry
-from router.policies import round_robin
+from router.page_keys import Lineage, PageKeys
+from router.policies import make_choice
 from router.protocol.terms import DEFAULT_TERMS, Terms
 from router.requests import Attempt, Job, JobAborted, JobFailed, NewTokens, Output
 
@@ -119,7 +125,12 @@ class Desk:
     """Nodes are named p1, p2, ..., d1, d2, ...; their incarnation is their name."""
 
     def __init__(
-        self, nodes: str = "p1 d1", *, decode_alone: bool = False, **limits: object
+        self,
+        nodes: str = "p1 d1",
+        *,
+        decode_alone: bool = False,
+        policy: PolicyName = "round_robin",
+        **limits: object,
     ) -> None:
         """Every attempt is on a pair of nodes, unless `decode_alone` or limits (`local`) say
         otherwise."""
@@ -127,13 +138,16 @@ class Desk:
         self.registry = NodeRegistry(ME, timeout_s=3.0, decode_alone=decode_alone)
         limits = {"local": NEVER_LOCAL} | limits
         self.adapters = AdapterCatalogue()
+        self.cache = CacheIndex(max_pages=1_000_000)
+        self._cache_seq: Counter[str] = Counter()
         self.dispatcher = Dispatcher(
             self.registry,
             Limits(**limits),  # type: ignore[arg-type]
-            choose_prefill=round_robin(),
-            choose_decode=round_robin(),
+            choose_prefill=make_choice(policy, Random(7)),
+            choose_decode=make_choice(policy, Random(8)),
             random=Random(7),
             adapters=self.adapters,
+            cache=self.cache,
         )
         self.sent: list[tuple[str, object]] = []
         for name in nodes.split():
@@ -146,6 +160,19 @@ class Desk:
         role = DisaggregationMode.PREFILL if name[0] == "p" else DisaggregationMode.DECODE
         self.say(name, hello(role, name, **settings), to="", seq=1)  # type: ignore[arg-type]
         self.adapters_of(name)
+        self.cache.join(name, self.registry_node(name).hello.num_pages)
+
+    def caches(self, name: str, token_ids: list[int]) -> None:
+        """A node says that it has cached the full pages of these tokens, but for what it had."""
+        lineage = Lineage(FINGERPRINT, "")
+        keys = PageKeys().of_prefix(lineage, [*token_ids, 0])
+        new = keys[self.cache.match(keys).get(name, 0) :]
+        self._cache_seq[name] += 1
+        stored = array("Q", new).tobytes()
+        update = CacheUpdate(seq=self._cache_seq[name], stored=stored)
+        self.cache.on_update(name, update, self.now)
+        while self.cache.work():
+            pass
 
     def adapters_of(self, name: str, *adapters: Adapter) -> None:
         """A node lists what it can serve."""
@@ -212,10 +239,12 @@ class Desk:
         terms: Terms = DEFAULT_TERMS,
         arrived: float | None = None,
         adapter: Adapter | None = None,
+        token_ids: list[int] | None = None,
         **sampling: object,
     ) -> Job:
+        """`token_ids`: the prompt, if more matters than that it has `prompt` tokens."""
         params = SamplingParams(max_tokens=max_tokens, seed=1, **sampling)  # type: ignore[arg-type]
-        ids = [5 + i % 3 for i in range(prompt)]
+        ids = token_ids or [5 + i % 3 for i in range(prompt)]
         job = self.dispatcher.submit(
             rid, "", ids, params, Ear(), self.now, terms=terms, arrived=arrived, adapter=adapter
         )

@@ -130,7 +130,7 @@ def test_the_wait_is_bounded_once_the_pace_is_known() -> None:
     ahead = backlog(tokens_ahead=1500, queued_tokens=1500)
     check(admission, Demand(), ahead)
     admission.note_work(queued=True, unfinished=True, now=0.0)
-    admission.note_prefilled(100, 1.0)
+    admission.note_prefilled(100, 100, 1.0)
     error = refused(lambda: check(admission, Demand(), ahead))
     assert "would be 15 s" in error.message
     assert error.retry_after_s == 5  # then ten seconds of work are left
@@ -160,7 +160,7 @@ def test_what_can_start_at_once_is_not_refused() -> None:
 def test_retry_after_is_a_bounded_whole_number(tokens: int, seconds: float) -> None:
     admission = Admission(limits(max_queued_tokens=1))
     admission.note_work(queued=True, unfinished=True, now=0.0)
-    admission.note_prefilled(50, seconds)
+    admission.note_prefilled(50, 50, seconds)
     error = refused(lambda: check(admission, Demand(), backlog(queued_tokens=tokens + 1)))
     assert isinstance(error.retry_after_s, int)
     assert 1 <= error.retry_after_s <= MAX_RETRY_S

@@ -141,16 +141,6 @@ def test_a_lost_peer_is_avoided_not_its_reporter() -> None:
     assert attempt(job).decode == first.decode
 
 
-def test_decodes_retraction_prefers_the_prefill_that_has_the_prefix() -> None:
-    desk = Desk("p1 p2 p3 d1 d2")
-    job = desk.submit()
-    first = attempt(job)
-    desk.retract(first.decode, first.room)
-    assert attempt(job).computes == first.computes
-    desk.retract(first.computes, room(job))
-    assert attempt(job).computes != first.computes
-
-
 def test_a_gap_in_the_link_aborts_what_the_node_still_holds() -> None:
     desk = Desk()
     job = desk.submit()

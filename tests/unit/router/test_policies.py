@@ -1,94 +1,142 @@
 """Choosing nodes, and the load that choices go by."""
 
+from collections import Counter
 from random import Random
 
-import msgspec
 import pytest
 
+from router.config import PolicyName
 from router.policies import (
     Candidate,
-    Full,
-    Pair,
+    Work,
+    cache_aware,
     least_loaded,
     make_choice,
-    pick_pair,
+    power_of_two,
     round_robin,
 )
-from tests.unit.router.desk import FINGERPRINT, Desk, attempt, room
-
-
-def candidate(
-    name: str,
-    load: float = 0.0,
-    capacity: int = 1000,
-    page_size: int = 16,
-    is_open: bool = True,
-) -> Candidate:
-    fingerprint = msgspec.structs.replace(FINGERPRINT, page_size=page_size)
-    return Candidate(name, fingerprint, capacity, load, is_open)
-
-
-def pick(
-    prefills: list[Candidate],
-    decodes: list[Candidate],
-    *,
-    tokens: int = 10,
-    avoid: set[str] | None = None,
-    prefer: str | None = None,
-) -> Pair | Full | None:
-    return pick_pair(
-        prefills,
-        decodes,
-        tokens=tokens,
-        avoid=avoid or set(),
-        prefer=prefer,
-        choose_prefill=round_robin(),
-        choose_decode=round_robin(),
-    )
+from tests.unit.router.candidates import candidate, work
+from tests.unit.router.desk import Desk, attempt, room
 
 
 def test_round_robin_takes_turns_also_when_nodes_come_and_go() -> None:
-    choose = round_robin()
+    choose, any_work = round_robin(), work()
     a, b, c = candidate("a"), candidate("b"), candidate("c")
-    assert [choose([a, b]).incarnation for _ in range(4)] == ["a", "b", "a", "b"]
-    assert choose([a, b, c]).incarnation == "c"
-    assert choose([a, c]).incarnation == "a"
+    assert [choose([a, b], any_work).incarnation for _ in range(4)] == ["a", "b", "a", "b"]
+    assert choose([a, b, c], any_work).incarnation == "c"
+    assert choose([a, c], any_work).incarnation == "a"
 
 
 def test_least_loaded_takes_the_smallest_and_draws_among_equals() -> None:
     choose = least_loaded(Random(1))
     nodes = [candidate("a", 5), candidate("b", 2), candidate("c", 2)]
-    assert {choose(nodes).incarnation for _ in range(40)} == {"b", "c"}
+    assert {choose(nodes, work()).incarnation for _ in range(40)} == {"b", "c"}
 
 
 def test_random_reaches_all() -> None:
     choose = make_choice("random", Random(1))
-    assert {choose([candidate(n, 9) for n in "abc"]).incarnation for _ in range(60)} == set("abc")
+    nodes = [candidate(n, 9) for n in "abc"]
+    assert {choose(nodes, work()).incarnation for _ in range(60)} == set("abc")
 
 
-def test_a_prefill_without_a_fitting_decode_is_never_chosen() -> None:
-    prefills = [candidate("p1", page_size=32), candidate("p2")]
-    assert pick(prefills, [candidate("d")]) == Pair("p2", "d")
-    assert pick(prefills[:1], [candidate("d")]) is None
-    assert pick([], [candidate("d")]) is None
+def test_power_of_two_never_takes_the_most_loaded_and_is_nearly_even() -> None:
+    choose = power_of_two(Random(1))
+    nodes = [candidate("a", 9), candidate("b", 5), candidate("c", 2)]
+    taken = Counter(choose(nodes, work()).incarnation for _ in range(300))
+    assert set(taken) == {"b", "c"}
+    assert taken["c"] > taken["b"]
+    assert choose(nodes[:1], work()).incarnation == "a"
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(9, 99), (99, 9)])
-def test_both_pools_must_hold_the_request(prefill: int, decode: int) -> None:
-    assert pick([candidate("p", capacity=prefill)], [candidate("d", capacity=decode)]) is None
+# ---------------------------------------------------------------- cache-aware
 
 
-def test_avoided_nodes_are_the_last_resort() -> None:
-    prefills, decodes = [candidate("p1"), candidate("p2")], [candidate("d1")]
-    assert pick(prefills, decodes, avoid={"p1", "d1"}) == Pair("p2", "d1")
-    assert pick(prefills[:1], decodes, avoid={"p1", "d1"}) == Pair("p1", "d1")
+def chosen(nodes: list[Candidate], known: int = 1000, **cached: int) -> str:
+    return cache_aware(Random(1))(nodes, work(known, cached=cached)).incarnation
 
 
-def test_the_preferred_prefill_is_taken_unless_avoided() -> None:
-    prefills, decodes = [candidate("p1"), candidate("p2")], [candidate("d1")]
-    assert pick(prefills, decodes, prefer="p2") == Pair("p2", "d1")
-    assert pick(prefills, decodes, prefer="p2", avoid={"p2"}) == Pair("p1", "d1")
-    assert pick(prefills, decodes, prefer="gone") == Pair("p1", "d1")
+def test_the_holder_of_the_prefix_is_taken() -> None:
+    nodes = [candidate(n) for n in "abc"]
+    assert chosen(nodes, b=512) == "b"
+    assert chosen(nodes, a=256, b=512, c=496) == "b"
+
+
+def test_what_is_cached_is_worth_as_much_work_as_it_saves() -> None:
+    """A holder loses to an idle node when more waits there than the prefix saves."""
+    assert chosen([candidate("a", 511), candidate("b")], a=512) == "a"
+    assert chosen([candidate("a", 513), candidate("b")], a=512) == "b"
+
+
+def test_without_anything_cached_it_is_the_load_then_the_share_of_recent_work() -> None:
+    assert chosen([candidate("a", 5), candidate("b", 2)]) == "b"
+    assert chosen([candidate("a", recent=10), candidate("b", recent=9)]) == "b"
+    choose, nodes = cache_aware(Random(1)), [candidate("a"), candidate("b")]
+    assert {choose(nodes, work()).incarnation for _ in range(40)} == {"a", "b"}
+
+
+def test_more_than_its_share_of_recent_work_takes_credit_for_the_cache_only() -> None:
+    busy = candidate("a", recent=10_000)
+    assert chosen([busy, candidate("b")], a=512) == "b"
+    fair = [candidate("a", recent=1200), candidate("b", recent=1000)]
+    assert chosen(fair, a=512) == "a"
+    assert chosen([busy, candidate("b", 1)]) == "a", "no cache, no credit to lose: load decides"
+
+
+def test_a_prefix_is_not_looked_up_for_policies_that_do_not_ask() -> None:
+    def looked_up(name: PolicyName) -> bool:
+        asked = False
+
+        def find() -> dict[str, int]:
+            nonlocal asked
+            asked = True
+            return {}
+
+        make_choice(name, Random(1))([candidate("a"), candidate("b")], Work(10, find=find))
+        return asked
+
+    assert looked_up("cache_aware")
+    assert not any(
+        looked_up(name) for name in ("random", "round_robin", "least_loaded", "power_of_two")
+    )
+
+
+# ---------------------------------------------------------------- sessions
+
+
+def homes(nodes: list[Candidate], sessions: int = 400) -> dict[int, str]:
+    choose = make_choice("least_loaded", Random(1))
+    return {i: choose(nodes, work(session=f"s{i}")).incarnation for i in range(sessions)}
+
+
+@pytest.mark.parametrize("count", [2, 5, 16])
+def test_sessions_spread_evenly_and_stay(count: int) -> None:
+    nodes = [candidate(f"n{i}") for i in range(count)]
+    first = homes(nodes, 200 * count)
+    assert first == homes(nodes[::-1], 200 * count), "the order of nodes does not matter"
+    taken = Counter(first.values())
+    assert len(taken) == count
+    assert max(taken.values()) < 1.5 * 200
+    assert min(taken.values()) > 0.5 * 200
+
+
+def test_only_the_sessions_of_a_lost_node_move() -> None:
+    nodes = [candidate(f"n{i}") for i in range(5)]
+    before, after = homes(nodes), homes(nodes[1:])
+    moved = {i for i in before if before[i] != after[i]}
+    assert moved == {i for i in before if before[i] == "n0"}
+    assert len({after[i] for i in moved}) == 4, "they are spread over the others"
+
+
+def test_an_overloaded_home_sends_its_session_to_the_next_one() -> None:
+    choose, name = make_choice("cache_aware", Random(1)), "some session"
+    nodes = [candidate(f"n{i}", load=1000) for i in range(5)]
+    home = choose(nodes, work(session=name))
+    home.load = 1400
+    assert choose(nodes, work(session=name)) is home, "a prompt more than its share"
+    home.load = 5000
+    other = choose(nodes, work(session=name))
+    assert other is not home
+    assert choose(nodes, work(session=name)) is other, "and always to the same one"
 
 
 def test_load_goes_up_with_attempts_and_back_to_zero() -> None:

@@ -7,13 +7,13 @@ from common.modes import PauseMode
 from router.errors import ApiError
 from router.load import LOOK_AHEAD_REQUESTS, decode_slots
 from router.node import Loss
-from router.policies import Full, Pair
+from router.picking import Full, Pair
 from router.protocol.requests import CompletionRequest, GenerateRequest
 from router.protocol.terms import MAX_PRIORITY, Terms
 from router.requests import HEADROOM_TOKENS, Job, JobState
 from router.waiting import SLACK
+from tests.unit.router.candidates import candidate, pick
 from tests.unit.router.desk import Desk, attempt, ear, room
-from tests.unit.router.test_policies import candidate, pick
 
 
 def finish(desk: Desk, job: Job) -> None:

@@ -27,7 +27,7 @@ from decode_node.scheduler import DecodeScheduler
 from prefill_node.request import PrefillReq
 from prefill_node.scheduler import PrefillScheduler
 from router.dispatcher import Dispatcher
-from router.policies import Pair
+from router.picking import Pair
 from router.requests import Attempt, Job
 from tests.unit.scheduler import test_decode, test_drain, test_local_prefill, test_prefill
 from tests.unit.scheduler.real_router import RealRouter

@@ -1,0 +1,63 @@
+"""Candidates and picks for the tests of policies."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import msgspec
+
+from router.local_prefill import LocalLimits
+from router.picking import Full, Pair, Rules, Wish, pick_nodes
+from router.policies import Candidate, Work, place_of, round_robin
+from tests.unit.router.desk import FINGERPRINT
+
+NO_LOCAL = LocalLimits(tokens=0, share=1.0)
+
+
+def candidate(
+    name: str,
+    load: float = 0.0,
+    capacity: int = 1000,
+    page_size: int = 16,
+    is_open: bool = True,
+    *,
+    computes: bool = True,
+    recent: float = 0.0,
+) -> Candidate:
+    fingerprint = msgspec.structs.replace(FINGERPRINT, page_size=page_size)
+    return Candidate(name, fingerprint, capacity, load, is_open, computes, recent, place_of(name))
+
+
+def work(
+    known: int = 100, session: str = "", cached: Mapping[str, int] = MappingProxyType({})
+) -> Work:
+    """`cached`: tokens by node."""
+    return Work(known, session=session, find=lambda: cached)
+
+
+def pick(
+    prefills: list[Candidate],
+    decodes: list[Candidate],
+    *,
+    tokens: int = 10,
+    avoid: set[str] | None = None,
+    known: int = 100,
+    cached: Mapping[str, int] | None = None,
+    local: LocalLimits = NO_LOCAL,
+    decode_alone: bool = False,
+    prefers_pair: bool = False,
+    computed_whole: bool = False,
+) -> Pair | Full | None:
+    wish = Wish(
+        tokens=tokens,
+        work=work(known, cached=cached or {}),
+        avoid=avoid or set(),
+        prefers_pair=prefers_pair,
+        computed_whole=computed_whole,
+    )
+    rules = Rules(
+        choose_prefill=round_robin(),
+        choose_decode=round_robin(),
+        local=local,
+        decode_alone=decode_alone,
+    )
+    return pick_nodes(prefills, decodes, wish, rules, {c.fingerprint for c in prefills})
