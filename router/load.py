@@ -37,6 +37,8 @@ class _Share:
     decode: Incarnation
     is_local: bool
     to_compute: int
+    cached: int
+    """The rest of the prompt, as it was when the attempt began."""
     known: int
     held: int
 
@@ -104,8 +106,9 @@ class LoadBook:
         """An attempt begins."""
         known, held = job.known_tokens, job.held_tokens
         is_local = attempt.prefill is None
-        to_compute = known - pair.computer_has
-        share = _Share(attempt.computes, attempt.decode, is_local, to_compute, known, held)
+        has = pair.computer_has
+        to_compute = known - has
+        share = _Share(attempt.computes, attempt.decode, is_local, to_compute, has, known, held)
         self._shares[room] = share
         self._computing.add(room)
         self._count_prompt(share, 1)
@@ -125,7 +128,7 @@ class LoadBook:
         self._computing.remove(room)
         share = self._shares[room]
         self._count_prompt(share, -1)
-        return Prefilled(share.known, share.to_compute)
+        return Prefilled(share.to_compute + share.cached, share.to_compute)
 
     def _count_prompt(self, share: _Share, sign: int) -> None:
         tally, tokens = self._tally(share.computes), sign * share.to_compute

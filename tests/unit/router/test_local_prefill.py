@@ -5,13 +5,13 @@ import pytest
 from common.messages import FailureKind, NodeState, StopReason, TokenLogprob
 from common.modes import DisaggregationMode
 from router.errors import ApiError
-from router.local_prefill import LocalLimits, pick_alone
+from router.local_prefill import LocalLimits
 from router.node import Loss
-from router.policies import Full, Pair, round_robin
+from router.picking import Full, Pair
 from router.protocol.terms import Terms
 from router.requests import JobState
+from tests.unit.router.candidates import candidate, pick
 from tests.unit.router.desk import NEVER_LOCAL, Desk, attempt, ear, hello, room
-from tests.unit.router.test_policies import candidate
 
 SHORT = LocalLimits(tokens=10, share=0.9)
 
@@ -49,13 +49,13 @@ def test_limits_may_exclude_it() -> None:
 def test_the_node_that_computes_alone_is_open_large_enough_and_not_blamed() -> None:
     nodes = [candidate("a", capacity=5), candidate("b", is_open=False), candidate("c")]
 
-    def pick(*avoid: str) -> Pair | Full | None:
-        return pick_alone(nodes, tokens=10, avoid=set(avoid), choose=round_robin())
+    def alone(*avoid: str) -> Pair | Full | None:
+        return pick([], nodes, avoid=set(avoid), decode_alone=True)
 
-    assert pick() == Pair(None, "c")
-    assert pick("c") == Full(frozenset({"b"})), "better wait than fail there again"
-    assert pick("b", "c") == Pair(None, "c")
-    assert pick_alone(nodes[:1], tokens=10, avoid=set(), choose=round_robin()) is None
+    assert alone() == Pair(None, "c")
+    assert alone("c") == Full(frozenset({"b"})), "better wait than fail there again"
+    assert alone("b", "c") == Pair(None, "c")
+    assert pick([], nodes[:1], decode_alone=True) is None
 
 
 # ---------------------------------------------------------------- dispatch
