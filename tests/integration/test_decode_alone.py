@@ -16,6 +16,7 @@ from tests.processes import Fleet, fleet
 from tests.tiny_models import make_tiny_model
 
 PAGE, CHUNK = 16, 48
+SHORT = 32
 ALONE = PATIENT | {"decode_alone": True}
 FLAGS = {"page_size": PAGE, "chunk_size": CHUNK, "num_pages": 300}
 
@@ -171,12 +172,14 @@ def test_requests_go_on_without_the_prefill_node_and_use_it_again(
         async with client(running.url) as session:
             await ask(session, prompts(4))
             assert await attempts(session, "local") == 0
+            await ask(session, [random_prompt(chance, length) for length in (1, SHORT - 1, SHORT)])
+            assert await attempts(session, "local") == 3, "what is short needs no prefill node"
             under_way = asyncio.create_task(ask(session, prompts(8)))
             await asyncio.sleep(0.1)
             running["prefill-0"].kill()
             await under_way
             await ask(session, prompts(4))
-            assert await attempts(session, "local") >= 4
+            assert await attempts(session, "local") >= 3 + 4
             assert (await session.get("/health/ready"))[0] == 200
             running["prefill-0"].start()
             await running.ready()
@@ -186,5 +189,6 @@ def test_requests_go_on_without_the_prefill_node_and_use_it_again(
             assert await attempts(session, "disaggregated") == paired + 4
             await session.wait_idle()
 
-    with fleet(folder, prefill=1, decode=1, node_flags=FLAGS, router_flags=ALONE) as running:
+    flags = ALONE | {"local_prefill_tokens": SHORT}
+    with fleet(folder, prefill=1, decode=1, node_flags=FLAGS, router_flags=flags) as running:
         asyncio.run(run(running))
