@@ -69,14 +69,7 @@ class ChatTemplate:
             )
         except TemplateError as error:
             raise ChatTemplateError(str(error)) from error
-        except (
-            TypeError,
-            ValueError,
-            KeyError,
-            AttributeError,
-            IndexError,
-            RecursionError,
-        ) as error:
+        except Exception as error:  # a model's own code, given a client's own values
             raise ChatTemplateError(f"the chat template failed: {error}") from error
 
 
@@ -105,6 +98,7 @@ class ChatTemplates:
         Raises:
             ChatTemplateError: the template refuses the messages or fails on them.
         """
+        messages = [self._known_role(message) for message in messages]
         used = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
         template = self._tool_use if tools or used else self._usual
         if not template.takes_tools and (tools or used):
@@ -112,6 +106,12 @@ class ChatTemplates:
         return template.render(
             messages, add_generation_prompt=add_generation_prompt, tools=tools, extra=extra
         )
+
+    def _known_role(self, message: dict[str, Any]) -> dict[str, Any]:
+        """OpenAI renamed the system's role; few models were taught the new name."""
+        if message["role"] != "developer" or "developer" in self._usual.source:
+            return message
+        return {**message, "role": "system"}
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:

@@ -20,7 +20,7 @@ class Finish(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     TOOL_CALLS = "tool_calls"
-    """Like STOP, after calls of functions."""
+    """Like STOP, after whole calls of functions."""
     ABORT = "abort"
 
 
@@ -156,7 +156,7 @@ class TextStream:
         rest = parser.finish()
         delta.text += rest.content
         by_name = self._options.calls is not None and self._options.calls.by_name
-        if self.finish is Finish.STOP and parser.num_calls and not by_name:
+        if self.finish is Finish.STOP and parser.called and not by_name:
             self.finish = Finish.TOOL_CALLS
 
     def _through(self, text: str) -> str:

@@ -78,9 +78,9 @@ class CallParser(ABC):
         self._reader: Reader | None = None
 
     @property
-    def num_calls(self) -> int:
-        """Calls that were begun."""
-        return self._log.begun
+    def called(self) -> bool:
+        """Whether there are calls, and all of them are whole."""
+        return self._log.begun == self._log.ended > 0
 
     @property
     def satisfied(self) -> bool:
@@ -108,7 +108,7 @@ class CallParser(ABC):
 
     def finish(self) -> Parsed:
         """What is left at the end. A call that was cut off stays as far as it came."""
-        beside_call = self.num_calls > 0 and (self._mode is _Mode.GAP or not self._held.strip())
+        beside_call = self._log.begun > 0 and (self._mode is _Mode.GAP or not self._held.strip())
         if not beside_call:
             self._content.append(self._held)
         self._held = ""

@@ -164,6 +164,15 @@ def test_the_clients_own_variables_reach_the_template_but_do_not_replace_what_it
     assert '"own"' not in text
 
 
+def test_developers_speak_as_the_system_where_a_model_knows_no_developers() -> None:
+    conversation = [{"role": "developer", "content": "Be brief."}, *CONVERSATION[:1]]
+    plain = ChatTemplates(ChatTemplate(PLAIN, {}))
+    assert plain.render(conversation) == "[system]Be brief.\n[user]Weather?\n"
+    assert plain.render(conversation, tools=TOOLS).startswith("[system]Be brief.\n\nYou can call")
+    knows = ChatTemplates(ChatTemplate(PLAIN + "{# developer #}", {}))
+    assert knows.render(conversation) == "[developer]Be brief.\n[user]Weather?\n"
+
+
 def test_conversations_without_functions_are_left_alone() -> None:
     templates = ChatTemplates(ChatTemplate(PLAIN, {}))
     assert templates.render(CONVERSATION[:1]) == "[user]Weather?\n"
