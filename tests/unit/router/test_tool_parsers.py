@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.tools.formats import FORMATS, ForcedJson, Hermes, Llama3Json, Mistral
+from router.tools.json_scan import MAX_DEPTH
 from router.tools.parser import CallParser
 
 NAMES = ("get_weather", "add", "say")
@@ -203,6 +204,33 @@ def test_a_call_that_breaks_keeps_its_name_and_the_rest_is_content() -> None:
     assert both_ways(Hermes, text) == ("oops}}</tool_call>", [("add", '{"a": ')])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reported"),
+    [
+        ('{"a": 1}, "parameters": {}}', '{"a": 1}'),
+        ('{"a": 1.}}', '{"a": 1.'),
+        ('{"a": 01}}', '{"a": 01'),
+        ('{"a": +1}}', '{"a": '),
+        ('{"a": trux}}', '{"a": tru'),
+        ('{"a": "\\x"}}', '{"a": "\\'),
+        ('{"a": "\\u12g"}}', '{"a": "\\u12'),
+        ('{"a" 1}}', '{"a" '),
+        ('{"a": 1,}}', '{"a": 1,'),
+        ('{"a": [1}}', '{"a": [1'),
+    ],
+)
+def test_what_is_no_json_ends_the_call(arguments: str, reported: str) -> None:
+    content, calls = both_ways(Hermes, f'<tool_call>{{"name": "add", "arguments": {arguments}')
+    assert calls == [("add", reported)]
+    assert content
+    assert arguments.endswith(content)
+
+
+def test_keys_may_be_written_with_escapes() -> None:
+    text = '<tool_call>{"\\u006eame": "\\u0061dd", "argument\\u0073": {"a": 1}}</tool_call>'
+    assert both_ways(Hermes, text) == ("", [("add", '{"a": 1}')])
+
+
 def test_a_broken_call_does_not_hide_the_next_one() -> None:
     text = '<tool_call>{"name": }</tool_call>\n<tool_call>{"name": "add"}</tool_call>'
     assert both_ways(Hermes, text) == ('<tool_call>{"name": }</tool_call>', [("add", "{}")])
@@ -312,7 +340,7 @@ def test_arguments_of_a_whole_call_are_always_json(text: str, value: object) -> 
 def test_deep_nesting_and_long_words_are_content_in_time() -> None:
     deep = '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 100_000
     content, calls = parse(Hermes, [deep])
-    assert calls[0][0] == "add"
+    assert calls == [("add", '{"a": ' + "[" * (MAX_DEPTH - 2))]
     assert len(content) + len(calls[0][1]) == 100_000 + len('{"a": ')
     long = '<tool_call>{"' + "n" * 100_000
     assert parse(Hermes, [long]) == (long, [])
