@@ -100,7 +100,9 @@ class CacheIndex:
         """Bits of nobody that some page may still have."""
         self._sweep: _Sweep | None = None
         self._news: deque[_News] = deque()
-        self.counters: Counter[str] = Counter()
+        self.counters = Counter(
+            dict.fromkeys(("updates", "gaps", "nonsense", "snapshots_wanted", "forgotten_pages"), 0)
+        )
 
     def __len__(self) -> int:
         """Pages known, those that nobody has any more and that were not swept yet among them."""

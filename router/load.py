@@ -5,6 +5,7 @@ are being let go). It is compared when the heartbeat comes in, with the book as 
 speak of the same moment, so a report half a second old does not hide that a node has become idle.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -95,6 +96,8 @@ class LoadBook:
         self._computing: set[Room] = set()
         self._tallies: dict[Incarnation, _Tally] = {}
         self._recent_prefill, self._recent_decode = RecentWork(), RecentWork()
+        self.routed = Counter({"prompt": 0, "computer_cached": 0, "decode_cached": 0})
+        """Tokens of all attempts, and those of them that their nodes had cached by the index."""
         self.held_tokens = 0
         """Tokens of KV that this router's attempts want on decode nodes."""
         self.local_tokens = 0
@@ -110,6 +113,7 @@ class LoadBook:
         to_compute = known - has
         share = _Share(attempt.computes, attempt.decode, is_local, to_compute, has, known, held)
         self._shares[room] = share
+        self.routed.update(prompt=known, computer_cached=has, decode_cached=pair.decode_has)
         self._computing.add(room)
         self._count_prompt(share, 1)
         decode = self._tally(share.decode)

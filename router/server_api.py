@@ -276,6 +276,9 @@ class _ServiceCollector(Collector):
         yield gauge_family("index_node_pages", text, ["role", "name"], known)
         text = "What nodes said of their caches, and what became of it."
         yield counter_family("index_events", text, "kind", index.counters)
+        text = "Tokens of attempts, and those of them that the chosen nodes had cached."
+        routed = self._service.dispatcher.intake.load.routed
+        yield counter_family("routed_tokens", text, "kind", routed)
 
     def _overload(self) -> Iterator[Metric]:
         dispatcher = self._service.dispatcher

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import zlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ from common.messages import (
     AbortRequests,
     Admin,
     AdminReply,
+    CacheUpdate,
     Continue,
     Drain,
     Envelope,
@@ -35,6 +37,7 @@ from common.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    ListCache,
     LoadAdapter,
     NodeState,
     NodeStats,
@@ -135,7 +138,9 @@ class StandIn:
         self.resets = 0
         self.refusals: list[str] = []
         self._router_incarnation = ""
-        self._seq = 0
+        self._seq = self._cache_seq = 0
+        self.cached: set[int] = set()
+        """Keys of the pages it says it has."""
         self._muted = False
         self._tasks: list[asyncio.Task[None]] = []
         self.shelf = AdapterShelf(self._send, self.disk)
@@ -189,7 +194,7 @@ class StandIn:
         await self._send(Goodbye())
 
     async def greet(self) -> None:
-        self._seq = 0
+        self._seq = self._cache_seq = 0
         self.rooms.clear()
         await self._send(
             Hello(
@@ -211,6 +216,17 @@ class StandIn:
 
     async def send_tokens(self, output: TokenOutput) -> None:
         await self._send(Tokens([output]))
+
+    async def publish(self, *stored: int, reset: bool = False, raw: bytes = b"") -> None:
+        """Say that these pages are cached, by their keys; `raw` is said in place of them."""
+        self.cached.update(stored)
+        self._cache_seq += 1
+        packed = raw or array("Q", stored).tobytes()
+        await self._send(CacheUpdate(seq=self._cache_seq, reset=reset, stored=packed))
+
+    def lose_update(self) -> None:
+        """What was to be said of the cache is lost, and nothing else."""
+        self._cache_seq += 1
 
     def got(self, kind: type) -> list[object]:
         return [message for message in self.received if isinstance(message, kind)]
@@ -255,6 +271,8 @@ class StandIn:
                 case Peers(nodes) if self.shakes_hands:
                     self.linked_peers = [node.incarnation for node in nodes]
                     await self._heartbeat()
+                case ListCache():
+                    await self.publish(*self.cached, reset=True)
                 case Ping() | PeerGone() | Peers():
                     pass
 
