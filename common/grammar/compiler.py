@@ -1,7 +1,8 @@
 """Compiles grammars beside the engine, which never waits for it.
 
-One thread, in the order of submission. The library drops the interpreter's lock while it compiles;
-what it may cost was bounded by the router's check of the same text.
+One thread, in the order of submission but for what was compiled before. The library drops the
+interpreter's lock while it compiles; what it may cost was bounded by the router's check of the same
+text.
 """
 
 import logging
@@ -24,8 +25,8 @@ JOIN_S = 2.0
 class GrammarCompiler:
     """Every command ends with one event, but for those that `close` overtakes.
 
-    `submit` and `poll` are for one thread and never block. `wake` is called, on the compiler's
-    thread, after something new became available to `poll`.
+    `submit` and `poll` are for one thread and never block. `wake` is called, on any thread, after
+    something new became available to `poll`.
     """
 
     def __init__(self, store: GrammarStore) -> None:
@@ -45,7 +46,11 @@ class GrammarCompiler:
             threading.stack_size(before)
 
     def submit(self, commands: Sequence[CompileGrammar]) -> None:
-        self._mail.post(commands)
+        """What is compiled already does not wait behind what is not."""
+        known = [command for command in commands if self._store.has(command.grammar)]
+        if known:
+            self._mail.publish([GrammarCompiled(command.room) for command in known])
+        self._mail.post(command for command in commands if command not in known)
 
     def poll(self) -> list[GrammarEvent]:
         """Everything new, oldest first."""

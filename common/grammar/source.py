@@ -39,7 +39,7 @@ def as_lark(grammar: Grammar) -> Grammar:
     Raises:
         GrammarError: it is neither notation.
     """
-    if grammar.kind is not GrammarKind.EBNF:
+    if grammar.kind is not GrammarKind.EBNF or "::=" not in grammar.text:
         return grammar
     try:
         return Grammar(GrammarKind.EBNF, any_to_lark(grammar.text))

@@ -36,6 +36,11 @@ class GrammarStore:
         if self._problem is not None:
             raise GrammarError(self._problem)
 
+    def has(self, grammar: Grammar) -> bool:
+        """Whether it is compiled already."""
+        with self._lock:
+            return grammar in self._compiled
+
     def compiled(self, grammar: Grammar) -> CompiledGrammar:
         """Compiled before, or now.
 

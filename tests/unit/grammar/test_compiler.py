@@ -11,7 +11,7 @@ from common.grammar.compiler import GrammarCompiler
 from common.grammar.errors import GrammarError
 from common.grammar.store import GrammarStore
 from common.grammar.vocabulary import Vocabulary, load_vocabulary
-from common.messages import Grammar
+from common.messages import Grammar, GrammarKind
 from common.plan import CompileGrammar, GrammarCompiled, GrammarEvent, GrammarFailed
 from tests.unit.grammar.drawing import regex
 
@@ -50,6 +50,15 @@ def test_each_command_ends_with_one_event_in_order(compiling: Compiling) -> None
     assert [event.room for event in events] == [0, 1, 2, 3]
     kinds = [GrammarCompiled, GrammarFailed, GrammarCompiled, GrammarCompiled]
     assert [type(event) for event in events] == kinds
+
+
+def test_what_is_known_does_not_wait_behind_what_is_not(compiling: Compiling) -> None:
+    compiling.compiler.submit([CompileGrammar(1, regex("ab"))])
+    compiling.events(1)
+    slow = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"integer","multipleOf":9973}')
+    compiling.compiler.submit([CompileGrammar(2, slow), CompileGrammar(3, regex("ab"))])
+    assert compiling.compiler.poll() == [GrammarCompiled(3)], "at once"
+    assert [event.room for event in compiling.events(1)] == [2]
 
 
 def test_what_was_compiled_there_is_used_here(compiling: Compiling) -> None:

@@ -83,6 +83,12 @@ def test_ebnf_becomes_lark(preparer: Preparer) -> None:
     assert "::=" not in choice.sampling.grammar.text
 
 
+def test_lark_stays_as_it_is(preparer: Preparer) -> None:
+    text = 'start[max_tokens=5]: /[ab]+/ "::"'
+    (choice,) = completion(preparer, guided_grammar=text).choices
+    assert choice.sampling.grammar == Grammar(GrammarKind.EBNF, text)
+
+
 def test_a_grammar_ends_an_output_whatever_ignore_eos_says(preparer: Preparer) -> None:
     (choice,) = completion(preparer, guided_regex="ab", ignore_eos=True).choices
     assert choice.sampling.stop_token_ids == (2,)
