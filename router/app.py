@@ -30,7 +30,7 @@ from router.metrics import RouterMetrics
 from router.model_names import ModelNames
 from router.nodes import NodeRegistry
 from router.openai_api import OpenAIApi
-from router.policies import make_choice
+from router.policies import COMPUTE_WEIGHT, make_choice
 from router.prepare import Preparer
 from router.replay import ReplayLimits
 from router.server_api import ServerApi
@@ -120,7 +120,7 @@ def _service(
     dispatcher = Dispatcher(
         registry,
         _limits(config),
-        choose_prefill=make_choice(config.prefill_policy, random),
+        choose_prefill=make_choice(config.prefill_policy, random, COMPUTE_WEIGHT),
         choose_decode=make_choice(config.decode_policy, random),
         random=random,
         adapters=adapters,

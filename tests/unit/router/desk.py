@@ -42,7 +42,7 @@ from router.local_prefill import LocalLimits
 from router.node import Loss, Node
 from router.nodes import NodeRegistry
 from router.page_keys import Lineage, PageKeys
-from router.policies import make_choice
+from router.policies import COMPUTE_WEIGHT, make_choice
 from router.protocol.terms import DEFAULT_TERMS, Terms
 from router.requests import Attempt, Job, JobAborted, JobFailed, NewTokens, Output
 
@@ -143,7 +143,7 @@ class Desk:
         self.dispatcher = Dispatcher(
             self.registry,
             Limits(**limits),  # type: ignore[arg-type]
-            choose_prefill=make_choice(policy, Random(7)),
+            choose_prefill=make_choice(policy, Random(7), COMPUTE_WEIGHT),
             choose_decode=make_choice(policy, Random(8)),
             random=Random(7),
             adapters=self.adapters,

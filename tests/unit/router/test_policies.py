@@ -67,6 +67,15 @@ def test_what_is_cached_is_worth_as_much_work_as_it_saves() -> None:
     assert chosen([candidate("a", 513), candidate("b")], a=512) == "b"
 
 
+def test_with_a_weight_a_holder_is_kept_until_more_waits_there_than_so_many_times_its_prefix() -> (
+    None
+):
+    choose = cache_aware(Random(1), 4.0)
+    for waiting, taken in ((4 * 512 - 1, "a"), (4 * 512 + 1, "b")):
+        nodes = [candidate("a", waiting), candidate("b")]
+        assert choose(nodes, work(1000, cached={"a": 512})).incarnation == taken
+
+
 def test_without_anything_cached_it_is_the_load_then_the_share_of_recent_work() -> None:
     assert chosen([candidate("a", 5), candidate("b", 2)]) == "b"
     assert chosen([candidate("a", recent=10), candidate("b", recent=9)]) == "b"
