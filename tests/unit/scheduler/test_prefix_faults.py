@@ -111,7 +111,7 @@ def test_a_room_that_failed_half_way_leaves_nothing_in_decodes_cache() -> None:
 
 def cached_pages_alive() -> Iterator[CachedPage]:
     gc.collect()
-    return (one for one in gc.get_objects() if isinstance(one, CachedPage))
+    return (one for one in gc.get_objects() if type(one) is CachedPage)
 
 
 def test_adapters_that_come_and_go_leave_no_more_than_the_pool_holds() -> None:
