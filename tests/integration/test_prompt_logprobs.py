@@ -99,7 +99,8 @@ def _about(value: float) -> Any:
     return pytest.approx(value, abs=TOLERANCE)
 
 
-def test_every_form_over_pages_chunks_and_shared_prefixes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefill", [1, 0], ids=["pair", "decode_alone"])
+def test_every_form_over_pages_chunks_and_shared_prefixes(tmp_path: Path, prefill: int) -> None:
     folder = make_tiny_model("llama", tmp_path / "llama")
     truth = Truth(folder)
     chance = random.Random(5)
@@ -114,5 +115,5 @@ def test_every_form_over_pages_chunks_and_shared_prefixes(tmp_path: Path) -> Non
             forms = (vllm_form, openai_form, sglang_form)
             await asyncio.gather(*(form(c, truth, prompt) for form in forms for prompt in prompts))
 
-    with cluster(folder, page_size=PAGE, chunk_size=CHUNK, num_pages=200) as made:
+    with cluster(folder, prefill, page_size=PAGE, chunk_size=CHUNK, num_pages=200) as made:
         asyncio.run(scenario(made.url))
