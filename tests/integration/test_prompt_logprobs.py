@@ -115,5 +115,7 @@ def test_every_form_over_pages_chunks_and_shared_prefixes(tmp_path: Path, prefil
             forms = (vllm_form, openai_form, sglang_form)
             await asyncio.gather(*(form(c, truth, prompt) for form in forms for prompt in prompts))
 
-    with cluster(folder, prefill, page_size=PAGE, chunk_size=CHUNK, num_pages=200) as made:
+    router_args = "" if prefill else "--decode-alone"
+    sizes: dict[str, Any] = {"page_size": PAGE, "chunk_size": CHUNK, "num_pages": 200}
+    with cluster(folder, prefill, router_args=router_args, **sizes) as made:
         asyncio.run(scenario(made.url))
