@@ -28,8 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[Cluster]:
-    """1P2D."""
-    with cluster(folder, decode=2, num_pages=1300, max_running_requests=AT_ONCE) as c:
+    """1P2D, and a router that refuses nobody on a slow machine."""
+    sizes: dict[str, Any] = {"num_pages": 1300, "max_running_requests": AT_ONCE}
+    with cluster(folder, decode=2, router_args="--max-queue-s 3600", **sizes) as c:
         yield c
 
 
