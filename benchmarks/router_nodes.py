@@ -120,7 +120,7 @@ class Cluster:
     def request(self, output_tokens: int) -> Job:
         """One request comes and is let in."""
         dispatcher, registry = self.dispatcher, self.registry
-        registry.max_model_len(131_072)
+        registry.fleet.max_model_len(131_072)
         prompt = self.system + [self.random.randrange(50_000) for _ in range(self.rest)]
         dispatcher.check_room_for(Demand(), 0, self.now)
         demand = Demand(prompt_tokens=len(prompt), kv_tokens=len(prompt) + output_tokens)

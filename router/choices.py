@@ -52,7 +52,7 @@ class ChoiceSettler:
     @property
     def max_model_len(self) -> int:
         """Longest prompt plus output."""
-        return self._registry.max_model_len(self._info.max_model_len)
+        return self._registry.fleet.max_model_len(self._info.max_model_len)
 
     def choices(
         self,
@@ -96,7 +96,7 @@ class ChoiceSettler:
     def _settle_max_tokens(self, prompt_tokens: int, knobs: Knobs, style: Style) -> int:
         """The request's `max_tokens`: what was asked if it fits, else the API's default."""
         context = self.max_model_len
-        capacity = self._registry.capacity_tokens()
+        capacity = self._registry.fleet.capacity_tokens()
         name = knobs.name("max_tokens")
         left = context - prompt_tokens
         if left < 1:

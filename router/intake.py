@@ -50,12 +50,12 @@ class Intake:
         Raises:
             ApiError: 429 or 503.
         """
-        missing = self._registry.missing()
+        missing = self._registry.fleet.missing()
         if missing is not None:
             self.admission.refused[Refusal.NO_NODE] += 1
             raise unavailable(missing)
-        for adapter in demand.adapters if not self._registry.is_equipping() else ():
-            missing = self._registry.missing(adapter)
+        for adapter in demand.adapters if not self._registry.fleet.is_equipping else ():
+            missing = self._registry.fleet.missing(adapter)
             if missing is not None:
                 self.admission.refused[Refusal.NO_ADAPTER] += 1
                 raise unavailable(missing, "adapter_unavailable")
@@ -69,7 +69,7 @@ class Intake:
             tokens_ahead=on_nodes + self.waiting.tokens_ahead(priority),
             queued_tokens=on_nodes + self.waiting.tokens,
             held_tokens=self.load.held_tokens + self.waiting.held_tokens,
-            decode_tokens=self._registry.decode_tokens(),
+            decode_tokens=self._registry.fleet.decode_tokens,
             num_computing=self._placement.num_computing(),
             idle=not self.waiting and self._placement.has_room(self._pace()),
         )

@@ -5,11 +5,12 @@ are being let go). It is compared when the heartbeat comes in, with the book as 
 speak of the same moment, so a report half a second old does not hide that a node has become idle.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from common.messages import Incarnation, Room
+from common.messages import Fingerprint, Incarnation, Room
+from common.modes import DisaggregationMode
 from router.node import Node
 from router.picking import Pair
 from router.policies import Candidate, place_of
@@ -22,6 +23,8 @@ LOOK_AHEAD_S = 1.0
 """A faster one may have this many seconds of work waiting."""
 LOOK_AHEAD_REQUESTS = 2
 """So many prompts it may always have, however long: one computes, the next is bound to decode."""
+AHEAD_TOLERANCE = 0.05
+"""The pace is measured all the time; smaller changes of it are no news for every node."""
 BUSY_TOKENS = 512
 """With less than this to compute a prefill node's pace says nothing about what it could do."""
 
@@ -53,10 +56,13 @@ class Prefilled:
     """Those that had not been cached where it was computed."""
 
 
-@dataclass(slots=True)
-class _Tally:
+@dataclass(slots=True, eq=False)
+class _Tally(ABC):
     """One node: this router's share, and what others have there."""
 
+    node: Node
+    candidate: Candidate
+    """What policies see of it; brought up to date by `refresh`."""
     requests: int = 0
     tokens: int = 0
     """Prefill: to be computed. Decode: of KV that exists or is on its way."""
@@ -77,6 +83,43 @@ class _Tally:
     def all_tokens(self) -> int:
         return self.tokens + self.others_tokens
 
+    @abstractmethod
+    def refresh(self, ahead: int) -> int:
+        """Bring the candidate up to date; returns by how much its prompts' tokens have grown.
+        `ahead`: prompt tokens that may wait on a node."""
+
+
+class _PrefillTally(_Tally):
+    def refresh(self, ahead: int) -> int:
+        seen, tokens = self.candidate, self.all_tokens
+        growth = tokens - int(seen.load)
+        seen.load = tokens
+        seen.is_open = self.all_requests < LOOK_AHEAD_REQUESTS or tokens < ahead
+        return growth
+
+
+class _DecodeTally(_Tally):
+    def refresh(self, ahead: int) -> int:
+        seen = self.candidate
+        seen.load = self.held + self.others_tokens + self.prompt_tokens
+        slots = decode_slots(self.node.hello.max_running_requests)
+        seen.is_open = self.all_requests < slots and has_pages(self)
+        seen.computes = self.prompts < LOOK_AHEAD_REQUESTS or self.prompt_tokens < ahead
+        return 0
+
+
+_TALLIES = {
+    DisaggregationMode.PREFILL: _PrefillTally,
+    DisaggregationMode.DECODE: _DecodeTally,
+}
+
+
+def has_pages(tally: _Tally) -> bool:
+    """Whether not all pages of a decode node are wanted yet: one attempt more than fits is let
+    through, so that pages which come free find a taker there."""
+    wanted = tally.held + tally.others_tokens
+    return wanted < tally.node.usable_tokens or not tally.all_requests
+
 
 def decode_slots(max_running_requests: int) -> int:
     """Attempts a decode node may have: those that run or come next, and those that wait there for a
@@ -95,7 +138,14 @@ class LoadBook:
         self._shares: dict[Room, _Share] = {}
         self._computing: set[Room] = set()
         self._tallies: dict[Incarnation, _Tally] = {}
-        self._recent_prefill, self._recent_decode = RecentWork(), RecentWork()
+        self._stale: set[_Tally] = set()
+        """Those whose candidate is not up to date: tokens change them far oftener than anybody
+        looks."""
+        self._kinds: dict[Fingerprint, int] = {}
+        self._recent = {role: RecentWork() for role in DisaggregationMode}
+        self._ahead = LOOK_AHEAD_TOKENS
+        self._queued_tokens = 0
+        """Of all prefill nodes' candidates."""
         self.routed = Counter({"prompt": 0, "computer_cached": 0, "decode_cached": 0})
         """Tokens of all attempts, and those of them that their nodes had cached by the index."""
         self.held_tokens = 0
@@ -116,14 +166,18 @@ class LoadBook:
         self.routed.update(prompt=known, computer_cached=has, decode_cached=pair.decode_has)
         self._computing.add(room)
         self._count_prompt(share, 1)
-        decode = self._tally(share.decode)
+        decode = self._changing(share.decode)
         decode.requests += 1
         decode.tokens += share.known
         decode.held += share.held
         self.held_tokens += share.held
-        if attempt.prefill is not None:
-            self._recent_prefill.give(attempt.prefill, to_compute)
-        self._recent_decode.give(attempt.decode, held - pair.decode_has)
+        if not is_local:
+            self._give(share.computes, to_compute)
+        self._give(share.decode, held - pair.decode_has)
+
+    def _give(self, incarnation: Incarnation, tokens: int) -> None:
+        tally = self._tallies[incarnation]
+        self._recent[tally.node.role].give(tally.candidate, tokens)
 
     def computed(self, room: Room) -> Prefilled | None:
         """The prompt is done; None if that was known."""
@@ -135,7 +189,7 @@ class LoadBook:
         return Prefilled(share.to_compute + share.cached, share.to_compute)
 
     def _count_prompt(self, share: _Share, sign: int) -> None:
-        tally, tokens = self._tally(share.computes), sign * share.to_compute
+        tally, tokens = self._changing(share.computes), sign * share.to_compute
         if share.is_local:
             tally.prompts += sign
             tally.prompt_tokens += tokens
@@ -147,7 +201,7 @@ class LoadBook:
     def grew(self, room: Room, job: Job) -> None:
         """The attempt has more tokens now."""
         share = self._shares[room]
-        tally = self._tallies[share.decode]
+        tally = self._changing(share.decode)
         known, held = job.known_tokens, job.held_tokens
         more = held - share.held
         tally.tokens += known - share.known
@@ -159,7 +213,7 @@ class LoadBook:
         """The attempt is over."""
         self.computed(room)
         share = self._shares.pop(room)
-        tally = self._tally(share.decode)
+        tally = self._changing(share.decode)
         tally.requests -= 1
         tally.tokens -= share.known
         tally.held -= share.held
@@ -173,7 +227,8 @@ class LoadBook:
         Where all requests are ours so are all tokens: a node that has not looked yet what it has
         cached of them counts more than we do.
         """
-        tally = self._tally(node.incarnation)
+        tally = self._tally_of(node)
+        self._stale.add(tally)
         requests = sum(node.stats.queues.get(queue, 0) for queue in _QUEUES)
         tally.others_requests = max(0, requests - tally.requests)
         others = node.stats.queued_tokens - tally.tokens if tally.others_requests else 0
@@ -181,70 +236,63 @@ class LoadBook:
 
     def forget(self, incarnation: Incarnation) -> None:
         """The node is gone; its attempts were removed."""
-        self._tallies.pop(incarnation, None)
-        self._recent_prefill.forget(incarnation)
-        self._recent_decode.forget(incarnation)
+        tally = self._tallies.pop(incarnation, None)
+        if tally is not None:
+            tally.others_tokens = tally.others_requests = 0
+            self._queued_tokens += tally.refresh(self._ahead)
+            self._stale.discard(tally)
+            self._recent[tally.node.role].forget(tally.candidate)
 
     # ------------------------------------------------------------ what to make of it
 
-    def tokens_to_prefill(self, prefills: Iterable[Node]) -> int:
-        """Prompt tokens that these nodes still have to compute, for whomever, and what decode
+    def settle(self, tokens_per_s: float) -> None:
+        """Bring all candidates up to date. `tokens_per_s`: at which a node computes prompts."""
+        ahead = max(LOOK_AHEAD_TOKENS, int(LOOK_AHEAD_S * tokens_per_s))
+        if abs(ahead - self._ahead) > self._ahead * AHEAD_TOLERANCE:
+            self._ahead = ahead
+            self._stale.update(self._tallies.values())
+        self._refresh()
+
+    def _refresh(self) -> None:
+        for tally in self._stale:
+            self._queued_tokens += tally.refresh(self._ahead)
+        self._stale.clear()
+
+    def candidate(self, node: Node) -> Candidate:
+        """A node as policies see it: the same object until it is forgotten."""
+        return self._tally_of(node).candidate
+
+    def kind(self, fingerprint: Fingerprint) -> int:
+        """A number for a kind of pages: quicker to compare."""
+        return self._kinds.setdefault(fingerprint, len(self._kinds))
+
+    @property
+    def tokens_to_prefill(self) -> int:
+        """Prompt tokens that prefill nodes still have to compute, for whomever, and what decode
         nodes compute for this router."""
-        ours = self.local_tokens
-        return ours + sum(self._tally(node.incarnation).all_tokens for node in prefills)
+        self._refresh()
+        return self.local_tokens + self._queued_tokens
 
-    def prefill_candidates(self, nodes: Iterable[Node], tokens_per_s: float) -> list[Candidate]:
-        """The prefill nodes that take work. `tokens_per_s`: the pace of one."""
-        ahead = _look_ahead(tokens_per_s)
-        candidates = []
-        for node in nodes:
-            if node.takes_work:
-                tally = self._tally(node.incarnation)
-                is_open = tally.all_requests < LOOK_AHEAD_REQUESTS or tally.all_tokens < ahead
-                recent = self._recent_prefill.of(node.incarnation)
-                candidates.append(_candidate(node, tally.all_tokens, is_open, recent))
-        return candidates
+    def _changing(self, incarnation: Incarnation) -> _Tally:
+        tally = self._tallies[incarnation]
+        self._stale.add(tally)
+        return tally
 
-    def decode_candidates(self, nodes: Iterable[Node], tokens_per_s: float) -> list[Candidate]:
-        """The decode nodes that take work. `tokens_per_s`: at which one computes prompts."""
-        ahead = _look_ahead(tokens_per_s)
-        candidates = []
-        for node in nodes:
-            if node.takes_work:
-                tally = self._tally(node.incarnation)
-                load = tally.held + tally.others_tokens + tally.prompt_tokens
-                slots = decode_slots(node.hello.max_running_requests)
-                is_open = tally.all_requests < slots and self._has_pages(node, tally)
-                computes = tally.prompts < LOOK_AHEAD_REQUESTS or tally.prompt_tokens < ahead
-                recent = self._recent_decode.of(node.incarnation)
-                candidates.append(_candidate(node, load, is_open, recent, computes))
-        return candidates
+    def _tally_of(self, node: Node) -> _Tally:
+        tally = self._tallies.get(node.incarnation)
+        if tally is None:
+            candidate = Candidate(node.incarnation, self.kind(node.hello.fingerprint), 0)
+            tally = self._tallies[node.incarnation] = _TALLIES[node.role](node, candidate)
+            self._recent[node.role].join(candidate)
+            self._take(tally, node)
+        elif tally.node is not node:
+            self._take(tally, node)
+        return tally
 
-    @staticmethod
-    def _has_pages(node: Node, tally: _Tally) -> bool:
-        """Whether not all its pages are wanted yet: one attempt more than fits is let through, so
-        that pages which come free find a taker there."""
-        return tally.held + tally.others_tokens < node.usable_tokens or not tally.all_requests
-
-    def _tally(self, incarnation: Incarnation) -> _Tally:
-        return self._tallies.setdefault(incarnation, _Tally())
-
-
-def _look_ahead(tokens_per_s: float) -> int:
-    """Prompt tokens that may wait on a node which computes so fast."""
-    return max(LOOK_AHEAD_TOKENS, int(LOOK_AHEAD_S * tokens_per_s))
-
-
-def _candidate(
-    node: Node, load: int, is_open: bool, recent: float, computes: bool = True
-) -> Candidate:
-    return Candidate(
-        node.incarnation,
-        node.hello.fingerprint,
-        node.capacity_tokens,
-        float(load),
-        is_open,
-        computes,
-        recent,
-        place_of(node.hello.name),
-    )
+    def _take(self, tally: _Tally, node: Node) -> None:
+        """It has greeted, perhaps with other numbers than before."""
+        tally.node = node
+        tally.candidate.kind = self.kind(node.hello.fingerprint)
+        tally.candidate.capacity_tokens = node.capacity_tokens
+        tally.candidate.place = place_of(node.hello.name)
+        self._stale.add(tally)

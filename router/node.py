@@ -1,7 +1,8 @@
 """One linked node as the router knows it, and how it may be lost. Pure."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from enum import StrEnum
+from typing import Generic, Self, TypeVar, overload
 
 from common.messages import Adapter, AdapterInfo, Hello, Incarnation, NodeState, NodeStats, PeerNode
 from common.modes import DisaggregationMode
@@ -22,28 +23,72 @@ class Loss(StrEnum):
     """Messages on the way here were lost."""
 
 
-@dataclass(slots=True, eq=False)
+_Value = TypeVar("_Value")
+
+
+class _Watched(Generic[_Value]):
+    """An attribute from which others draw conclusions: they hear when it changes."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    @overload
+    def __get__(self, node: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, node: "Node", owner: type) -> _Value: ...
+
+    def __get__(self, node: "Node | None", owner: type) -> "Self | _Value":
+        if node is None:
+            return self
+        value: _Value = getattr(node, self._name)
+        return value
+
+    def __set__(self, node: "Node", value: _Value) -> None:
+        if getattr(node, self._name) != value:
+            setattr(node, self._name, value)
+            node.on_change()
+
+
 class Node:
     """One linked incarnation."""
 
-    incarnation: Incarnation
-    hello: Hello
-    routing_id: bytes
-    heard_at: float
-    stats: NodeStats = field(default_factory=NodeStats)
-    step_age_s: float = 0.0
-    state: NodeState = NodeState.READY
-    linked: bool = True
-    pausing: int = 0
+    state = _Watched[NodeState]()
+    linked = _Watched[bool]()
+    pausing = _Watched[int]()
     """Pauses on their way to it."""
-    adapters: dict[str, AdapterInfo] | None = None
+    adapters = _Watched[dict[str, AdapterInfo] | None]()
     """What it can serve, by name, as it said last; None until it has, and after a gap."""
-    syncing: bool = False
+    syncing = _Watched[bool]()
     """It is being given the adapters of the cluster."""
-    told: tuple[PeerNode, ...] = ()
-    """Decode: the prefill nodes it was last told of."""
-    next_from: int = 2
-    sent: int = 0
+
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        hello: Hello,
+        routing_id: bytes,
+        heard_at: float,
+        *,
+        next_from: int,
+        on_change: Callable[[], None],
+    ) -> None:
+        """`on_change` hears when what it can do has changed."""
+        self.incarnation = incarnation
+        self.hello = hello
+        self.routing_id = routing_id
+        self.heard_at = heard_at
+        self.on_change = on_change
+        self.stats = NodeStats()
+        self.step_age_s = 0.0
+        self.told: tuple[PeerNode, ...] = ()
+        """Decode: the prefill nodes it was last told of."""
+        self.next_from = next_from
+        self.sent = 0
+        self._state = NodeState.READY
+        self._linked = True
+        self._pausing = 0
+        self._adapters: dict[str, AdapterInfo] | None = None
+        self._syncing = False
 
     @property
     def role(self) -> DisaggregationMode:

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 from common.messages import (
     WIRE_VERSION,
-    Adapter,
     Envelope,
     Failed,
     FailureKind,
@@ -44,8 +43,8 @@ from common.messages import (
     Welcome,
 )
 from common.modes import DisaggregationMode
+from router.fleet import Fleet
 from router.node import Loss, Node
-from router.page_keys import Lineage
 
 REMEMBERED_NODES = 1024
 """Given-up incarnations that are told to reset when they come back."""
@@ -81,6 +80,8 @@ class NodeRegistry:
         self._timeout_s = timeout_s
         self._nodes: dict[Incarnation, Node] = {}
         self._given_up: OrderedDict[Incarnation, Loss] = OrderedDict()
+        self._fleet: Fleet | None = None
+        self._announced: Fleet | None = None
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -91,8 +92,18 @@ class NodeRegistry:
     def all(self) -> tuple[Node, ...]:
         return tuple(self._nodes.values())
 
+    @property
+    def fleet(self) -> Fleet:
+        """What they allow together; the same object until that changes."""
+        if self._fleet is None:
+            self._fleet = Fleet(self.all(), decode_alone=self.decode_alone)
+        return self._fleet
+
     def of_role(self, role: DisaggregationMode) -> tuple[Node, ...]:
-        return tuple(node for node in self._nodes.values() if node.role is role)
+        return self.fleet.of_role(role)
+
+    def _on_change(self) -> None:
+        self._fleet = None
 
     def named(self, name: str) -> tuple[Node, ...]:
         return tuple(node for node in self._nodes.values() if node.hello.name == name)
@@ -156,8 +167,11 @@ class NodeRegistry:
         again = source in self._nodes
         known = again or source in self._given_up
         self._given_up.pop(source, None)
-        node = Node(source, hello, routing_id, now, next_from=envelope.seq + 1)
+        first = envelope.seq + 1
+        on_change = self._on_change
+        node = Node(source, hello, routing_id, now, next_from=first, on_change=on_change)
         self._nodes[source] = node
+        self._on_change()
         return Received(
             loss=Loss.RELINKED if again else None,
             joined=True,
@@ -202,6 +216,7 @@ class NodeRegistry:
 
     def _give_up(self, incarnation: Incarnation, why: Loss) -> None:
         del self._nodes[incarnation]
+        self._on_change()
         self._given_up[incarnation] = why
         while len(self._given_up) > REMEMBERED_NODES:
             self._given_up.popitem(last=False)
@@ -225,91 +240,33 @@ class NodeRegistry:
 
         Who leaves is not named any more: decode keeps that link only while a room needs it.
         """
+        fleet = self.fleet
+        if fleet is self._announced:
+            return []
+        self._announced = fleet
+        peers: dict[Fingerprint, list[PeerNode]] = {}
+        for prefill in fleet.of_role(DisaggregationMode.PREFILL):
+            if prefill.state is not NodeState.DRAINING:
+                peer = PeerNode(prefill.incarnation, prefill.hello.side_channel)
+                peers.setdefault(prefill.hello.fingerprint, []).append(peer)
         news = []
-        for decode in self.of_role(DisaggregationMode.DECODE):
-            peers = tuple(
-                PeerNode(prefill.incarnation, prefill.hello.side_channel)
-                for prefill in self.of_role(DisaggregationMode.PREFILL)
-                if prefill.state is not NodeState.DRAINING
-                and prefill.hello.fingerprint == decode.hello.fingerprint
-            )
-            if decode.linked and peers != decode.told:
-                decode.told = peers
-                news.append((decode, Peers(list(peers))))
+        for decode in fleet.of_role(DisaggregationMode.DECODE):
+            fitting = tuple(peers.get(decode.hello.fingerprint, ()))
+            if decode.linked and fitting != decode.told:
+                decode.told = fitting
+                news.append((decode, Peers(list(fitting))))
         return news
 
     # ------------------------------------------------------------ what nodes allow
 
-    def max_model_len(self, otherwise: int) -> int:
-        """Longest prompt plus output that every node takes."""
-        return min((n.hello.max_model_len for n in self._nodes.values()), default=otherwise)
-
-    def capacity_tokens(self, adapter: Adapter | None = None) -> int | None:
-        """Most tokens of KV that some pair with an adapter can hold, or a decode node that may work
-        alone, paused or not; None if there is neither."""
-        prefill, decode = (
-            self._largest(role, adapter)
-            for role in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
-        )
-        found = [min(prefill[group], decode[group]) for group in prefill.keys() & decode.keys()]
-        if self.decode_alone:
-            served = self.prefill_groups(adapter)
-            found += [tokens for group, tokens in decode.items() if group not in served]
-        return max(found, default=None)
-
-    def _largest(self, role: DisaggregationMode, adapter: Adapter | None) -> dict[Fingerprint, int]:
-        """The largest pool of a role's nodes that stay, for each kind of page."""
-        largest: dict[Fingerprint, int] = {}
-        for node in self.of_role(role):
-            if node.stays and node.holds(adapter):
-                group = node.hello.fingerprint
-                largest[group] = max(largest.get(group, 0), node.capacity_tokens)
-        return largest
-
-    def prefill_groups(self, adapter: Adapter | None) -> set[Fingerprint]:
-        """The kinds of pages that some prefill node makes, or will after a pause. Decode nodes of
-        other kinds have to work alone."""
-        return {
-            node.hello.fingerprint
-            for node in self.of_role(DisaggregationMode.PREFILL)
-            if node.stays and node.is_equipped and node.holds(adapter)
-        }
-
-    def lineages(self) -> set[Lineage]:
-        """What the nodes' pages are computed by."""
-        hellos = (node.hello for node in self._nodes.values())
-        return {Lineage(hello.fingerprint, hello.weight_version) for hello in hellos}
-
-    def decode_tokens(self) -> int:
-        """Tokens of KV that all decode nodes hold together, paused or not."""
-        decodes = self.of_role(DisaggregationMode.DECODE)
-        return sum(node.capacity_tokens for node in decodes if node.stays)
-
-    def missing(self, adapter: Adapter | None = None) -> str | None:
-        """Why nobody can work with an adapter, also after a pause; None if a pair of nodes can, or
-        a decode node alone."""
-        if self.capacity_tokens(adapter) is not None:
-            return None
-        for role in DisaggregationMode:
-            staying = [node for node in self.of_role(role) if node.stays]
-            if not staying:
-                return f"no {role} node is available"
-            if adapter is not None and not any(node.holds(adapter) for node in staying):
-                return f"no {role} node that is left has adapter {adapter.name!r}"
-        return "no prefill node fits a decode node: " + "; ".join(self.mismatches())
-
-    def is_equipping(self) -> bool:
-        """Whether a node may soon have adapters that it has not now."""
-        return any(node.stays and not node.is_equipped for node in self._nodes.values())
-
     def unready(self) -> str | None:
         """Why a request that came now could not be served; None if a pair could, also one that is
         paused, and has shaken hands, or a decode node may work alone."""
-        missing = self.missing()
+        missing = self.fleet.missing()
         if missing is not None:
             return missing
         reason = "no decode node has shaken hands with a prefill node yet"
-        served = self.prefill_groups(None)
+        served = self.fleet.prefill_groups(None)
         for decode in self.of_role(DisaggregationMode.DECODE):
             is_alone = self.decode_alone and decode.hello.fingerprint not in served
             if is_alone and decode.stays and decode.is_equipped:
@@ -323,17 +280,6 @@ class NodeRegistry:
                 reason = "nodes are being given the adapters of the cluster"
         return reason
 
-    def mismatches(self) -> list[str]:
-        """In which fields prefill and decode nodes that cannot work together differ."""
-        found = []
-        for prefill in self.of_role(DisaggregationMode.PREFILL):
-            for decode in self.of_role(DisaggregationMode.DECODE):
-                differing = _differing(prefill.hello.fingerprint, decode.hello.fingerprint)
-                if differing:
-                    names = f"{prefill.hello.name} and {decode.hello.name}"
-                    found.append(f"{names} differ in {', '.join(differing)}")
-        return found
-
 
 def _refuse_version(hello: Hello | Introduction) -> Received:
     theirs = hello.fingerprint.wire_version
@@ -344,9 +290,3 @@ def _refuse_version(hello: Hello | Introduction) -> Received:
 def _name_taken(holder: Node) -> Refused:
     where = f"{holder.incarnation}, process {holder.hello.pid}, {holder.hello.url}"
     return Refused(f"the name {holder.hello.name} belongs to a live node ({where})")
-
-
-def _differing(left: Fingerprint, right: Fingerprint) -> list[str]:
-    return [
-        field for field in left.__struct_fields__ if getattr(left, field) != getattr(right, field)
-    ]

@@ -8,10 +8,11 @@ Decode is chosen first, once: how much of the prompt it has cached decides wheth
 rest itself. The prefill node is then chosen among those whose pages fit.
 """
 
-from collections.abc import Mapping, Sequence, Set
+import dataclasses
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from common.messages import Fingerprint, Incarnation
+from common.messages import Incarnation
 from router.local_prefill import LocalLimits
 from router.policies import Candidate, Choose, Work
 
@@ -54,6 +55,8 @@ class Wish:
     work: Work
     avoid: Set[Incarnation] = frozenset()
     """Nodes on which it failed."""
+    kept: Set[Incarnation] = frozenset()
+    """Nodes that wait for a request before this one: as if they were not there."""
     computed_whole: bool = False
     """Who computes the prompt cannot use what it has cached of it."""
     prefers_pair: bool = False
@@ -65,61 +68,105 @@ class Wish:
         return self.work.computed_whole() if self.computed_whole else self.work
 
 
-def pick_nodes(
-    prefills: Sequence[Candidate],
-    decodes: Sequence[Candidate],
-    wish: Wish,
-    rules: Rules,
-    served: Set[Fingerprint],
-) -> Pair | Full | None:
-    """Choose an attempt's nodes. None: nobody can ever take it.
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Nodes of one kind: their pages fit each other."""
 
-    `served`: the kinds of pages that some prefill node makes, now or later; decode nodes of other
-    kinds have to work alone.
-    """
-    fitting = [c for c in decodes if c.capacity_tokens >= wish.tokens]
-    partners = _by_fingerprint(fitting)
-    able = [c for c in prefills if c.capacity_tokens >= wish.tokens and c.fingerprint in partners]
-    lonely = [c for c in fitting if c.fingerprint not in served] if rules.decode_alone else []
+    prefills: Sequence[Candidate]
+    decodes: Sequence[Candidate]
+    served: bool = True
+    """Whether some prefill node makes such pages, now or later; else decode has to work alone."""
+
+
+def pick_nodes(groups: Sequence[Group], wish: Wish, rules: Rules) -> Pair | Full | None:
+    """Choose an attempt's nodes. None: nobody can ever take it."""
+    return _pick_ready(groups, wish, rules) or _pick_otherwise(groups, wish, rules)
+
+
+def _pick_ready(groups: Sequence[Group], wish: Wish, rules: Rules) -> Pair | None:
+    """What nearly always happens: some pair of nodes is open, and none of them has failed it."""
+    ready: dict[int, list[Candidate]] = {}
+    decodes: list[Candidate] = []
+    for group in groups:
+        open_prefills = _open(group.prefills, wish)
+        open_decodes = _open(group.decodes, wish) if open_prefills else []
+        if open_decodes:
+            ready[open_decodes[0].kind] = open_prefills
+            decodes += open_decodes
+    if not decodes:
+        return None
+    decode = rules.choose_decode(decodes, wish.work)
+    alone = _as_it_has(decode, wish, rules)
+    if alone is not None:
+        return alone
+    work = wish.computing
+    prefill = rules.choose_prefill(ready[decode.kind], work)
+    return Pair(
+        prefill.incarnation,
+        decode.incarnation,
+        computer_has=work.cached.get(prefill.incarnation, 0),
+        decode_has=wish.work.cached.get(decode.incarnation, 0),
+    )
+
+
+def _as_it_has(decode: Candidate, wish: Wish, rules: Rules) -> Pair | None:
+    """The chosen decode node alone, if it had better compute the rest itself."""
+    if wish.prefers_pair or not decode.computes:
+        return None
+    has = wish.work.cached.get(decode.incarnation, 0)
+    if not rules.local.computes_alone(wish.work.known_tokens, has):
+        return None
+    return Pair(None, decode.incarnation, has, has)
+
+
+def _pick_otherwise(groups: Sequence[Group], wish: Wish, rules: Rules) -> Pair | Full | None:
+    """Nodes are full, have failed this request, or are missing."""
+    pairs, lonely = [], []
+    for group in groups:
+        prefills, decodes = _fitting(group.prefills, wish), _fitting(group.decodes, wish)
+        if prefills and decodes:
+            pairs.append(Group(prefills, decodes))
+        if rules.decode_alone and not group.served:
+            lonely += decodes
+    able = [c for group in pairs for c in group.prefills]
     if not able:
         return _pick_alone(lonely, wish, rules)
     if rules.decode_alone and all(c.incarnation in wish.avoid for c in able):
-        alone = _pick_alone(fitting, wish, rules)
+        everywhere = [c for group in pairs for c in group.decodes]
+        alone = _pick_alone([*everywhere, *lonely], wish, rules)
         if isinstance(alone, Pair):
             return alone
-    pair = _pick_pair(_without(able, wish.avoid), partners, wish, rules)
+    pair = _pick_pair(pairs, wish, rules)
     if isinstance(pair, Full) and lonely:
         alone = _pick_alone(lonely, wish, rules)
         return alone if isinstance(alone, Pair) else pair
     return pair
 
 
-def _pick_pair(
-    able: Sequence[Candidate],
-    partners: Mapping[Fingerprint, list[Candidate]],
-    wish: Wish,
-    rules: Rules,
-) -> Pair | Full:
-    """Two nodes, or one where it had better work alone though others could help."""
-    groups = {c.fingerprint for c in able}
-    fitting = [c for group in groups for c in _without(partners[group], wish.avoid)]
-    open_decodes = [c for c in fitting if c.is_open]
-    open_prefills = _by_fingerprint([c for c in able if c.is_open])
-    ready = [c for c in open_decodes if c.fingerprint in open_prefills]
-    could = ready if ready or wish.prefers_pair else [c for c in open_decodes if c.computes]
+def _pick_pair(pairs: Sequence[Group], wish: Wish, rules: Rules) -> Pair | Full:
+    """Two nodes, those that failed it among them; or decode alone though prefill is full."""
+    avoid = wish.avoid
+    if any(c.incarnation not in avoid for group in pairs for c in group.prefills):
+        kept = [
+            Group([c for c in group.prefills if c.incarnation not in avoid], group.decodes)
+            for group in pairs
+        ]
+        pairs = [group for group in kept if group.prefills]
+    pairs = [Group(group.prefills, _without(group.decodes, avoid)) for group in pairs]
+    last_resort = dataclasses.replace(wish, avoid=frozenset())
+    pair = _pick_ready(pairs, last_resort, rules)
+    if pair is not None:
+        return pair
+    decodes = [c for group in pairs for c in group.decodes]
+    open_decodes = [c for c in decodes if c.is_open]
+    could = [] if wish.prefers_pair else [c for c in open_decodes if c.computes]
     if could:
-        decode = rules.choose_decode(could, wish.work)
-        has = wish.work.cached.get(decode.incarnation, 0)
-        may_alone = decode.computes and not wish.prefers_pair
-        if may_alone and rules.local.computes_alone(wish.work.known_tokens, has):
-            return Pair(None, decode.incarnation, has, has)
-        if ready:
-            work = wish.computing
-            prefill = rules.choose_prefill(open_prefills[decode.fingerprint], work)
-            computer_has = work.cached.get(prefill.incarnation, 0)
-            return Pair(prefill.incarnation, decode.incarnation, computer_has, has)
-    waits_for = [c for c in able if not c.is_open] if open_decodes else fitting
-    return Full(frozenset(c.incarnation for c in waits_for))
+        alone = _as_it_has(rules.choose_decode(could, wish.work), wish, rules)
+        if alone is not None:
+            return alone
+    if open_decodes:
+        decodes = [c for group in pairs for c in group.prefills if not c.is_open]
+    return Full(frozenset(c.incarnation for c in decodes))
 
 
 def _pick_alone(decodes: Sequence[Candidate], wish: Wish, rules: Rules) -> Pair | Full | None:
@@ -135,14 +182,16 @@ def _pick_alone(decodes: Sequence[Candidate], wish: Wish, rules: Rules) -> Pair 
     return Pair(None, decode.incarnation, has, has)
 
 
+def _open(candidates: Sequence[Candidate], wish: Wish) -> list[Candidate]:
+    tokens, out = wish.tokens, wish.avoid | wish.kept
+    found = [c for c in candidates if c.is_open and c.capacity_tokens >= tokens]
+    return [c for c in found if c.incarnation not in out] if out else found
+
+
+def _fitting(candidates: Sequence[Candidate], wish: Wish) -> list[Candidate]:
+    tokens, kept = wish.tokens, wish.kept
+    return [c for c in candidates if c.capacity_tokens >= tokens and c.incarnation not in kept]
+
+
 def _without(candidates: Sequence[Candidate], avoid: Set[Incarnation]) -> Sequence[Candidate]:
-    if not avoid:
-        return candidates
     return [c for c in candidates if c.incarnation not in avoid] or candidates
-
-
-def _by_fingerprint(candidates: Sequence[Candidate]) -> dict[Fingerprint, list[Candidate]]:
-    groups: dict[Fingerprint, list[Candidate]] = {}
-    for candidate in candidates:
-        groups.setdefault(candidate.fingerprint, []).append(candidate)
-    return groups

@@ -10,16 +10,17 @@ What is short, or mostly cached there, decode computes itself, and everything wh
 is left; see `local_prefill`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
 
 from common.messages import Adapter, Incarnation
 from common.modes import DisaggregationMode
 from router.cache_index import CacheIndex
+from router.fleet import Fleet
 from router.load import LoadBook
 from router.nodes import NodeRegistry
-from router.picking import Full, Pair, Rules, Wish, pick_nodes
-from router.policies import Candidate, Work
+from router.picking import Full, Group, Pair, Rules, Wish, pick_nodes
+from router.policies import Work
 from router.requests import Job
 from router.waiting import WaitingRoom
 
@@ -41,6 +42,9 @@ class Placement:
         self._book = book
         self._cache = cache
         self._rules = rules
+        self._fleet: Fleet | None = None
+        self._found: dict[Adapter | None, Sequence[Group]] = {}
+        """Of this fleet."""
 
     def round(self, waiting: WaitingRoom, tokens_per_s: float) -> Iterator[tuple[Job, Pair]]:
         """Jobs that may start now, each with its nodes, in the queue's order.
@@ -52,17 +56,16 @@ class Placement:
         kept: set[Incarnation] = set()
         passed: set[Adapter | None] = set()
         for job in waiting.take_ready(passed):
-            prefills, decodes = self._candidates(job.adapter, kept, tokens_per_s)
-            pair = self._pick(job, prefills, decodes)
+            groups = self._groups(job.adapter)
+            self._book.settle(tokens_per_s)
+            pair = pick_nodes(groups, self._wish(job, kept), self._rules)
             if isinstance(pair, Pair):
                 yield job, pair
                 continue
             skipped.append(job)
             if isinstance(pair, Full):
                 kept |= pair.nodes
-            left = {c.incarnation for c in prefills} - kept, {c.incarnation for c in decodes} - kept
-            alone = self._rules.decode_alone and not left[0]
-            if not left[1] or not (left[0] or (alone and self._alone(job.adapter, decodes))):
+            if not self._has_left(groups, kept):
                 passed.add(job.adapter)
             if None in passed or len(skipped) >= MAX_SKIPPED:
                 break  # what no job of the base model can use, nobody can
@@ -72,60 +75,72 @@ class Placement:
     def has_room(self, tokens_per_s: float) -> bool:
         """Whether some pair of nodes would take a small request at once, or a decode node that has
         to work alone."""
-        prefills, decodes = self._candidates(None, set(), tokens_per_s)
-        open_groups = {c.fingerprint for c in decodes if c.is_open}
-        if any(c.is_open and c.fingerprint in open_groups for c in prefills):
-            return True
-        return any(c.is_open and c.computes for c in self._alone(None, decodes))
+        groups = self._groups(None)
+        self._book.settle(tokens_per_s)
+        for group in groups:
+            if any(c.is_open for c in group.prefills) and any(c.is_open for c in group.decodes):
+                return True
+            if self._is_alone(group) and any(c.is_open and c.computes for c in group.decodes):
+                return True
+        return False
 
     def tokens_to_prefill(self) -> int:
         """Prompt tokens that nodes still have to compute."""
-        return self._book.tokens_to_prefill(self._registry.of_role(DisaggregationMode.PREFILL))
+        return self._book.tokens_to_prefill
 
     def num_computing(self) -> int:
-        """Nodes that compute prompts, now or after a pause: prefill's, or decode's where there is
-        none."""
-        prefills, decodes = (
-            sum(node.stays for node in self._registry.of_role(role))
-            for role in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
-        )
-        return prefills or (decodes if self._rules.decode_alone else 0)
+        """Nodes that compute prompts, now or after a pause."""
+        return self._registry.fleet.num_computing
 
-    def _candidates(
-        self, adapter: Adapter | None, kept: set[Incarnation], tokens_per_s: float
-    ) -> tuple[list[Candidate], list[Candidate]]:
+    def _groups(self, adapter: Adapter | None) -> Sequence[Group]:
+        """The nodes that take work of an adapter now; found once for each change among them."""
+        fleet = self._registry.fleet
+        if fleet is not self._fleet:
+            self._fleet, self._found = fleet, {}
+        groups = self._found.get(adapter)
+        if groups is None:
+            groups = self._found[adapter] = self._find_groups(fleet, adapter)
+        return groups
+
+    def _find_groups(self, fleet: Fleet, adapter: Adapter | None) -> Sequence[Group]:
+        served = {self._book.kind(kind) for kind in fleet.prefill_groups(adapter)}
         prefills, decodes = (
             [
-                node
-                for node in self._registry.of_role(role)
-                if node.holds(adapter) and node.incarnation not in kept
+                self._book.candidate(node)
+                for node in fleet.of_role(role)
+                if node.takes_work and node.holds(adapter)
             ]
             for role in (DisaggregationMode.PREFILL, DisaggregationMode.DECODE)
         )
-        return (
-            self._book.prefill_candidates(prefills, tokens_per_s),
-            self._book.decode_candidates(decodes, tokens_per_s),
+        return [
+            Group(
+                [c for c in prefills if c.kind == kind],
+                [c for c in decodes if c.kind == kind],
+                served=kind in served,
+            )
+            for kind in dict.fromkeys(c.kind for c in decodes)
+        ]
+
+    def _is_alone(self, group: Group) -> bool:
+        return self._rules.decode_alone and not group.served
+
+    def _has_left(self, groups: Sequence[Group], kept: Set[Incarnation]) -> bool:
+        """Whether jobs behind may still use any of these nodes."""
+        return any(
+            any(c.incarnation not in kept for c in group.decodes)
+            and (self._is_alone(group) or any(c.incarnation not in kept for c in group.prefills))
+            for group in groups
         )
 
-    def _alone(self, adapter: Adapter | None, decodes: list[Candidate]) -> list[Candidate]:
-        """Those of `decodes` that no prefill node could help."""
-        if not self._rules.decode_alone or not decodes:
-            return []
-        groups = self._registry.prefill_groups(adapter)
-        return [c for c in decodes if c.fingerprint not in groups]
-
-    def _pick(
-        self, job: Job, prefills: list[Candidate], decodes: list[Candidate]
-    ) -> Pair | Full | None:
-        wish = Wish(
+    def _wish(self, job: Job, kept: Set[Incarnation]) -> Wish:
+        return Wish(
             tokens=job.max_total_tokens,
             work=Work(job.known_tokens, session=job.session, find=partial(self._cached, job)),
             avoid=job.avoid,
+            kept=kept,
             computed_whole=job.sampling.prompt_logprobs is not None,
             prefers_pair=job.prefers_pair,
         )
-        served = self._registry.prefill_groups(job.adapter)
-        return pick_nodes(prefills, decodes, wish, self._rules, served)
 
     def _cached(self, job: Job) -> Mapping[Incarnation, int]:
         """How many of a job's tokens each node has cached, as far as a hit may use them."""
@@ -133,7 +148,7 @@ class Placement:
         if not len(self._cache):
             return found
         tokens = job.prompt_ids + job.output_ids if job.output_ids else job.prompt_ids
-        for lineage in self._registry.lineages():
+        for lineage in self._registry.fleet.lineages:
             page_size = lineage.fingerprint.page_size
             pages = self._cache.match(job.page_keys.of_prefix(lineage, tokens))
             found.update((node, depth * page_size) for node, depth in pages.items())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from random import Random
 
-from common.messages import Fingerprint, Incarnation
+from common.messages import Incarnation
 from router.config import PolicyName
 
 COMPUTE_WEIGHT = 4.0
@@ -34,7 +34,8 @@ class Candidate:
     """A node that may take work now, as the load book keeps it. Policies only read it."""
 
     incarnation: Incarnation
-    fingerprint: Fingerprint
+    kind: int
+    """Nodes of one kind make pages that fit each other: their fingerprints are equal."""
     capacity_tokens: int
     load: float = 0.0
     """What waits or runs there, in one unit for all candidates of a role; smaller is better."""

@@ -4,37 +4,35 @@ It tells which nodes have had more than their share, also when all have finished
 load. What is older than the window fades: all counts are halved when they have filled it.
 """
 
-from common.messages import Incarnation
+from router.policies import Candidate
 
 WINDOW_TOKENS = 32_768
 """Tokens for each node, on average, that are remembered in full."""
 
 
 class RecentWork:
-    """Counts by node."""
+    """Keeps `Candidate.recent` of all nodes of a role."""
 
     def __init__(self) -> None:
-        self._tokens: dict[Incarnation, float] = {}
+        self._nodes: set[Candidate] = set()
         self._total = 0.0
 
-    def of(self, node: Incarnation) -> float:
+    def join(self, node: Candidate) -> None:
         """A node that is new begins with as much as the others have: it has missed nothing."""
-        tokens = self._tokens.get(node)
-        if tokens is None:
-            tokens = self._total / len(self._tokens) if self._tokens else 0.0
-            self._tokens[node] = tokens
-            self._total += tokens
-        return tokens
+        node.recent = self._total / len(self._nodes) if self._nodes else 0.0
+        self._nodes.add(node)
+        self._total += node.recent
 
-    def give(self, node: Incarnation, tokens: int) -> None:
+    def give(self, node: Candidate, tokens: int) -> None:
         """A node was given work."""
-        self._tokens[node] = self.of(node) + tokens
+        node.recent += tokens
         self._total += tokens
-        if self._total > WINDOW_TOKENS * len(self._tokens):
-            for name in self._tokens:
-                self._tokens[name] /= 2
+        if self._total > WINDOW_TOKENS * len(self._nodes):
+            for other in self._nodes:
+                other.recent /= 2
             self._total /= 2
 
-    def forget(self, node: Incarnation) -> None:
+    def forget(self, node: Candidate) -> None:
         """The node is gone."""
-        self._total -= self._tokens.pop(node, 0.0)
+        self._nodes.discard(node)
+        self._total -= node.recent

@@ -59,7 +59,7 @@ class ServerApi:
 
     async def health(self, _request: web.Request) -> web.Response:
         """200 where a request can be served, now or after a pause."""
-        missing = self._service.registry.missing()
+        missing = self._service.registry.fleet.missing()
         if missing is not None:
             return json_response({"status": "unavailable", "message": missing}, 503)
         return json_response({"status": "ok"})
@@ -91,7 +91,7 @@ class ServerApi:
                 "unready": self._service.unready(),
                 "max_model_len": self._preparer.max_model_len,
                 "requests": {state.value: dispatcher.jobs.count(state) for state in _UNFINISHED},
-                "mismatches": registry.mismatches(),
+                "mismatches": registry.fleet.mismatches,
                 "adapters": self._adapters(),
                 "nodes": [_node_info(node) for node in registry.all()],
             }

@@ -329,7 +329,7 @@ class RouterService:
 
     def _log_join(self, source: Incarnation, hello: Hello) -> None:
         log.info("%s node %s joined (%s, %s)", hello.role, hello.name, source, hello.url)
-        for mismatch in self.registry.mismatches():
+        for mismatch in self.registry.fleet.mismatches:
             self._tally.add("mismatched_pairs", mismatch, key=mismatch)
 
     def _lose(self, node: Incarnation, loss: Loss, now: float) -> None:

@@ -25,7 +25,7 @@ class StrandedWatch:
 
     def overdue(self, jobs: Iterable[Job], now: float, *, idle: bool) -> list[tuple[Job, ApiError]]:
         """Those that have waited too long, and why. `idle`: nobody waits for a node at all."""
-        capacity: dict[Adapter | None, int] = {None: self._registry.capacity_tokens() or 0}
+        capacity: dict[Adapter | None, int] = {None: self._registry.fleet.capacity_tokens() or 0}
         if capacity[None] and idle and not self._any:
             return []
         self._any = False
@@ -33,7 +33,7 @@ class StrandedWatch:
         for job in jobs:
             adapter = job.adapter
             if adapter not in capacity:
-                capacity[adapter] = self._registry.capacity_tokens(adapter) or 0
+                capacity[adapter] = self._registry.fleet.capacity_tokens(adapter) or 0
             if job.state is not JobState.QUEUED or job.max_total_tokens <= capacity[adapter]:
                 job.stranded_since = None
                 continue
@@ -47,6 +47,8 @@ class StrandedWatch:
         return late
 
     def _unavailable(self, job: Job) -> ApiError:
-        why = self._registry.missing(job.adapter) or "no node that is left can hold the request"
+        why = (
+            self._registry.fleet.missing(job.adapter) or "no node that is left can hold the request"
+        )
         before = f"; before that: {job.last_fault}" if job.last_fault else ""
         return unavailable(why + before)

@@ -1,14 +1,11 @@
 """Candidates and picks for the tests of policies."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-import msgspec
-
 from router.local_prefill import LocalLimits
-from router.picking import Full, Pair, Rules, Wish, pick_nodes
+from router.picking import Full, Group, Pair, Rules, Wish, pick_nodes
 from router.policies import Candidate, Work, place_of, round_robin
-from tests.unit.router.desk import FINGERPRINT
 
 NO_LOCAL = LocalLimits(tokens=0, share=1.0)
 
@@ -23,8 +20,17 @@ def candidate(
     computes: bool = True,
     recent: float = 0.0,
 ) -> Candidate:
-    fingerprint = msgspec.structs.replace(FINGERPRINT, page_size=page_size)
-    return Candidate(name, fingerprint, capacity, load, is_open, computes, recent, place_of(name))
+    place = place_of(name)
+    return Candidate(name, page_size, capacity, load, is_open, computes, recent, place)
+
+
+def grouped(prefills: Sequence[Candidate], decodes: Sequence[Candidate]) -> list[Group]:
+    """By the kinds of decode's pages; `prefills` are all that there are."""
+    groups = []
+    for kind in dict.fromkeys(c.kind for c in decodes):
+        fitting = [c for c in prefills if c.kind == kind]
+        groups.append(Group(fitting, [c for c in decodes if c.kind == kind], served=bool(fitting)))
+    return groups
 
 
 def work(
@@ -60,4 +66,4 @@ def pick(
         local=local,
         decode_alone=decode_alone,
     )
-    return pick_nodes(prefills, decodes, wish, rules, {c.fingerprint for c in prefills})
+    return pick_nodes(grouped(prefills, decodes), wish, rules)

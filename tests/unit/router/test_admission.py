@@ -266,7 +266,7 @@ def test_overload_never_makes_a_node_count_as_lost() -> None:
         desk.beat("d1", queued_tokens=10**6, queues={"running": 10**4})
         desk.tick(0.1)
         assert desk.registry.expire(desk.now) == []
-    assert desk.registry.missing() is None
+    assert desk.registry.fleet.missing() is None
     assert all(ear(job).ended is None for job in jobs)
     assert sum(desk.dispatcher.replays.values()) == 0
     desk.beat("p1")

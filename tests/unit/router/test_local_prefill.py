@@ -103,8 +103,8 @@ def test_who_waits_to_be_computed_counts_as_load_and_as_tokens_ahead() -> None:
     desk = Desk("d1", decode_alone=True)
 
     def load() -> float:
-        (found,) = desk.dispatcher._load.decode_candidates(desk.registry.all(), 0.0)
-        return found.load
+        desk.dispatcher._load.settle(0.0)
+        return desk.dispatcher._load.candidate(desk.registry_node("d1")).load
 
     job = desk.submit(prompt=30, max_tokens=8)
     assert load() == 38 + 30
@@ -199,13 +199,13 @@ def test_without_the_flag_nobody_computes_alone_what_is_long() -> None:
 def test_with_the_flag_it_is_accepted_ready_and_as_large_as_decodes_pool() -> None:
     desk = Desk("d1", decode_alone=True)
     desk.check(30)
-    assert desk.registry.missing() is None
+    assert desk.registry.fleet.missing() is None
     assert desk.registry.unready() is None
-    assert desk.registry.capacity_tokens() == 64 * 16
+    assert desk.registry.fleet.capacity_tokens() == 64 * 16
     desk.say("p1", hello(DisaggregationMode.PREFILL, "p1", num_pages=8), to="", seq=1)
     assert desk.registry.unready() is None, "one that has not told its adapters is none yet"
     desk.adapters_of("p1")
-    assert desk.registry.capacity_tokens() == 8 * 16
+    assert desk.registry.fleet.capacity_tokens() == 8 * 16
     assert "shaken hands" in (desk.registry.unready() or "")
 
 

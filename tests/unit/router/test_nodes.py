@@ -228,15 +228,15 @@ def test_heartbeats_tell_the_state() -> None:
 
 def test_capacity_and_context_are_those_of_pairs() -> None:
     wire = Wire()
-    assert wire.registry.capacity_tokens() is None
-    assert wire.registry.max_model_len(otherwise=77) == 77
+    assert wire.registry.fleet.capacity_tokens() is None
+    assert wire.registry.fleet.max_model_len(otherwise=77) == 77
     wire.say("p", 1, hello(PREFILL, "p", num_pages=10), to="")
     wire.say("d1", 1, hello(DECODE, "d1", num_pages=4), to="")
     wire.say("d2", 1, hello(DECODE, "d2", num_pages=99, dtype="bfloat16"), to="")
-    assert wire.registry.capacity_tokens() == 4 * 16
-    assert wire.registry.max_model_len(otherwise=77) == 512
-    assert wire.registry.mismatches() == ["p and d2 differ in dtype"]
-    assert wire.registry.missing() is None
+    assert wire.registry.fleet.capacity_tokens() == 4 * 16
+    assert wire.registry.fleet.max_model_len(otherwise=77) == 512
+    assert wire.registry.fleet.mismatches == ["p and d2 differ in dtype"]
+    assert wire.registry.fleet.missing() is None
 
 
 def test_fingerprints_compare_every_field() -> None:
@@ -249,7 +249,7 @@ def test_fingerprints_compare_every_field() -> None:
         value = getattr(FINGERPRINT, field)
         other = value + 1 if isinstance(value, int) else value + "x"
         wire.say("d", 1, hello(DECODE, "d", **{field: other}), to="")
-        assert field in (wire.registry.missing() or "")
+        assert field in (wire.registry.fleet.missing() or "")
 
 
 # ---------------------------------------------------------------- who should shake hands

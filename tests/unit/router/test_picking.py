@@ -5,7 +5,7 @@ import pytest
 from router.local_prefill import LocalLimits
 from router.picking import Full, Pair, Rules, Wish, pick_nodes
 from router.policies import round_robin
-from tests.unit.router.candidates import candidate, pick, work
+from tests.unit.router.candidates import candidate, grouped, pick, work
 
 LOCAL = LocalLimits(tokens=20, share=0.9)
 
@@ -64,7 +64,7 @@ def test_each_decode_node_has_its_turn_though_most_do_not_work_alone() -> None:
     taken = []
     for _ in range(4):
         wish = Wish(tokens=100, work=work(100))
-        pair = pick_nodes(prefills, decodes, wish, rules, {prefills[0].fingerprint})
+        pair = pick_nodes(grouped(prefills, decodes), wish, rules)
         assert isinstance(pair, Pair)
         taken.append(pair.decode)
     assert taken == ["d1", "d2", "d1", "d2"]

@@ -153,9 +153,8 @@ def test_load_goes_up_with_attempts_and_back_to_zero() -> None:
     book = desk.dispatcher._load
 
     def loads() -> dict[str, float]:
-        prefills = book.prefill_candidates(desk.registry.named("p1"), 0.0)
-        decodes = book.decode_candidates(desk.registry.named("d1"), 0.0)
-        return {c.incarnation: c.load for c in [*prefills, *decodes]}
+        book.settle(0.0)
+        return {node.incarnation: book.candidate(node).load for node in desk.registry.all()}
 
     assert loads() == {"p1": 0, "d1": 0}
     job = desk.submit(max_tokens=8)

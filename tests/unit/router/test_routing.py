@@ -131,7 +131,7 @@ def test_a_lost_nodes_pages_attract_nobody() -> None:
     desk.cache.leave(holder)
     desk.lose(holder, Loss.SILENT)
     assert attempt(desk.submit(token_ids=prompt)).computes != holder
-    (lineage,) = desk.registry.lineages()
+    (lineage,) = desk.registry.fleet.lineages
     assert desk.cache.match(job.page_keys.of_prefix(lineage, prompt)) == {"d1": 18}
 
 

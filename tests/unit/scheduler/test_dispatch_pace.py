@@ -71,7 +71,7 @@ def test_short_queues_cost_no_throughput(
     with monkeypatch.context() as patch:
         patch.setattr(load, "LOOK_AHEAD_TOKENS", UNBOUNDED)
         patch.setattr(load, "decode_slots", lambda _: UNBOUNDED)
-        patch.setattr(load.LoadBook, "_has_pages", staticmethod(lambda *_: True))
+        patch.setattr(load, "has_pages", lambda _: True)
         free = [run(work, seed) for seed in (1, 2)]
     monkeypatch.setattr(load, "LOOK_AHEAD_TOKENS", 2 * CHUNK)
     bounded = [run(work, seed) for seed in (1, 2)]
