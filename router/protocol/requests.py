@@ -80,9 +80,14 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: int | bool | None = None
+    """Some clients say true, as for chats; vLLM takes that for 1."""
     add_special_tokens: bool | None = None
     suffix: Any = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.logprobs, bool):
+            self.logprobs = 1 if self.logprobs else None
 
     @property
     def prompt_only(self) -> bool:

@@ -204,10 +204,12 @@ def test_evalscope(model_folder: Path) -> None:
         stream = {**knobs, "stream": True, "stream_options": {"include_usage": True}}
         for path, prompt in (
             ("/v1/chat/completions", {"messages": CHAT}),
-            ("/v1/completions", {"prompt": TEXT}),
-            ("/v1/completions", {"prompt": IDS}),
+            ("/v1/completions", {"prompt": TEXT, "logprobs": True}),
+            ("/v1/completions", {"prompt": IDS, "logprobs": False}),
         ):
             chunks = list(objects(await data_of(c, path, stream | prompt)))
+            with_logprobs = any(choice.get("logprobs") for x in chunks for choice in x["choices"])
+            assert with_logprobs is prompt.get("logprobs", False)
             assert {chunk["object"] for chunk in chunks} <= {
                 "chat.completion.chunk",
                 "text_completion",

@@ -106,7 +106,7 @@ def generate(preparer: Preparer, **body: Any) -> Prepared:
         ({"prompt": ["a"] * 3, "best_of": 4}, "n"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
-        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": "1"}, "logprobs"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"300": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
