@@ -55,6 +55,9 @@ FINGERPRINT = Fingerprint(
 )
 
 
+DEFAULTS = Limits()
+
+
 class Deaf:
     """Nobody listens."""
 
@@ -65,14 +68,17 @@ class Deaf:
 class Cluster:
     """A router's pure parts and nodes that are only names."""
 
-    def __init__(self, num_nodes: int, policy: PolicyName, prompt_tokens: int) -> None:
+    def __init__(
+        self, num_nodes: int, policy: PolicyName, prompt_tokens: int, limits: Limits = DEFAULTS
+    ) -> None:
         self.now = 0.0
         self.random = Random(5)
         self.registry = NodeRegistry(ME, timeout_s=1e9, decode_alone=True)
         self.cache = CacheIndex(2_000_000)
+        self.deaf = Deaf()
         self.dispatcher = Dispatcher(
             self.registry,
-            Limits(),
+            limits,
             choose_prefill=make_choice(policy, self.random),
             choose_decode=make_choice(policy, self.random),
             random=self.random,
@@ -126,7 +132,7 @@ class Cluster:
         demand = Demand(prompt_tokens=len(prompt), kv_tokens=len(prompt) + output_tokens)
         dispatcher.check_room_for(demand, 0, self.now)
         sampling = SamplingParams(max_tokens=output_tokens, seed=1)
-        job = dispatcher.submit(f"r{self.now}", "", prompt, sampling, Deaf(), self.now)
+        job = dispatcher.submit(f"r{self.now}", "", prompt, sampling, self.deaf, self.now)
         dispatcher.drain()
         return job
 
@@ -153,8 +159,8 @@ class Cluster:
             self._say(name, Heartbeat(stats=NodeStats(num_pages=PAGES), step_age_s=0.0))
             self.dispatcher.on_heartbeat(name, self.now)
 
-    def run(self, count: int, *, open_requests: int, output_tokens: int, rate: float) -> float:
-        """Microseconds of CPU a request, without and with heartbeats' share."""
+    def load(self, count: int, *, open_requests: int, output_tokens: int, rate: float) -> float:
+        """Microseconds of CPU a request; heartbeats come, and are not counted."""
         for _ in range(open_requests):
             self._open.append(self.request(output_tokens))
         spent = 0
@@ -189,7 +195,7 @@ def main() -> None:
         for _ in range(args.rounds):
             for cluster, times in zip(clusters, taken, strict=True):
                 times.append(
-                    cluster.run(
+                    cluster.load(
                         args.requests,
                         open_requests=args.open,
                         output_tokens=args.output_tokens,
