@@ -183,6 +183,7 @@ def _limits(config: RouterConfig) -> Limits:
     return Limits(
         node_wait_s=config.node_wait_s,
         request_timeout_s=config.request_timeout_s,
+        waits_for_cached=config.prefill_policy == "cache_aware",
         local=LocalLimits(tokens=config.local_prefill_tokens, share=config.local_prefill_share),
         admission=AdmissionLimits(
             max_requests=config.max_requests,

@@ -41,6 +41,7 @@ class Intake:
                 choose_decode=choose_decode,
                 local=limits.local,
                 decode_alone=registry.decode_alone,
+                waits_for_cached=limits.waits_for_cached,
             ),
         )
 

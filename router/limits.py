@@ -14,5 +14,7 @@ class Limits:
     node_wait_s: float = 30.0
     request_timeout_s: float = 3600.0
     local: LocalLimits = field(default_factory=LocalLimits)
+    waits_for_cached: bool = False
+    """See `picking.Rules`."""
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     replay: ReplayLimits = field(default_factory=ReplayLimits)

@@ -44,6 +44,9 @@ class Rules:
     local: LocalLimits
     decode_alone: bool = False
     """Whether decode computes prompts where no prefill node can."""
+    waits_for_cached: bool = False
+    """Whether a prompt waits for a prefill node without room, where the policy finds it better than
+    those with room because of what it has cached. Else the policy never sees it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +86,11 @@ def pick_nodes(groups: Sequence[Group], wish: Wish, rules: Rules) -> Pair | Full
     return _pick_ready(groups, wish, rules) or _pick_otherwise(groups, wish, rules)
 
 
-def _pick_ready(groups: Sequence[Group], wish: Wish, rules: Rules) -> Pair | None:
-    """What nearly always happens: some pair of nodes is open, and none of them has failed it."""
+def _pick_ready(groups: Sequence[Group], wish: Wish, rules: Rules) -> Pair | Full | None:
+    """What nearly always happens: some pair of nodes is open, and none of them has failed it.
+
+    Full: it had better wait for a node that has it cached. None: this is another case.
+    """
     ready: dict[int, list[Candidate]] = {}
     decodes: list[Candidate] = []
     for group in groups:
@@ -100,7 +106,19 @@ def _pick_ready(groups: Sequence[Group], wish: Wish, rules: Rules) -> Pair | Non
     if alone is not None:
         return alone
     work = wish.computing
-    prefill = rules.choose_prefill(ready[decode.kind], work)
+    choice = ready[decode.kind]
+    if rules.waits_for_cached and work.cached:
+        choice = [
+            c
+            for group in groups
+            for c in group.prefills
+            if c.kind == decode.kind
+            and c.capacity_tokens >= wish.tokens
+            and c.incarnation not in wish.avoid
+        ]
+    prefill = rules.choose_prefill(choice, work)
+    if not prefill.is_open or prefill.incarnation in wish.kept:
+        return Full(frozenset({prefill.incarnation}))
     return Pair(
         prefill.incarnation,
         decode.incarnation,

@@ -136,7 +136,8 @@ class Desk:
         otherwise."""
         self.now = 100.0
         self.registry = NodeRegistry(ME, timeout_s=3.0, decode_alone=decode_alone)
-        limits = {"local": NEVER_LOCAL} | limits
+        defaults = {"local": NEVER_LOCAL, "waits_for_cached": policy == "cache_aware"}
+        limits = defaults | limits
         self.adapters = AdapterCatalogue()
         self.cache = CacheIndex(max_pages=1_000_000)
         self._cache_seq: Counter[str] = Counter()

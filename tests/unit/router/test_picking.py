@@ -1,10 +1,13 @@
 """A pair of nodes, or one, for an attempt."""
 
+from random import Random
+from typing import Any
+
 import pytest
 
 from router.local_prefill import LocalLimits
 from router.picking import Full, Pair, Rules, Wish, pick_nodes
-from router.policies import round_robin
+from router.policies import cache_aware, round_robin
 from tests.unit.router.candidates import candidate, grouped, pick, work
 
 LOCAL = LocalLimits(tokens=20, share=0.9)
@@ -55,6 +58,27 @@ def test_decode_takes_what_it_has_also_while_prefill_is_full() -> None:
     cached = {"d": 96}
     assert pick([full], [candidate("d")], cached=cached, local=LOCAL) == Pair(None, "d", 96, 96)
     assert pick([full], [candidate("d")], local=LOCAL) == Full(frozenset("p"))
+
+
+def test_a_prompt_waits_for_the_node_that_has_it_where_that_is_the_better_choice() -> None:
+    holder, other = candidate("p1", 500, is_open=False), candidate("p2")
+
+    def picked(cached: dict[str, int], *, waits: bool, **wish: Any) -> Pair | Full | None:
+        rules = Rules(
+            choose_prefill=cache_aware(Random(1)),
+            choose_decode=round_robin(),
+            local=LocalLimits(tokens=0),
+            waits_for_cached=waits,
+        )
+        wanted = Wish(tokens=100, work=work(1000, cached=cached), **wish)
+        return pick_nodes(grouped([holder, other], [candidate("d")]), wanted, rules)
+
+    assert picked({"p1": 512}, waits=True) == Full(frozenset({"p1"}))
+    assert picked({"p1": 512}, waits=True, kept={"p1"}) == Full(frozenset({"p1"}))
+    assert picked({"p1": 512}, waits=True, avoid={"p1"}) == Pair("p2", "d")
+    assert picked({"p1": 512}, waits=False) == Pair("p2", "d")
+    assert picked({"p1": 496}, waits=True) == Pair("p2", "d")
+    assert picked({}, waits=True) == Pair("p2", "d")
 
 
 def test_each_decode_node_has_its_turn_though_most_do_not_work_alone() -> None:
