@@ -59,7 +59,7 @@ def test_64_requests_on_2_and_2_nodes_whose_pools_are_too_small(tmp_path: Path) 
         dtype="float32",
         page_size=PAGE,
         chunk_size=CHUNK,
-        num_pages=40,
+        num_pages=18,
         decode_args="--reserve-pages 0",
     ) as c:
         answers, retractions = asyncio.run(ask(c.url))

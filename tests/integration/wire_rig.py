@@ -63,7 +63,6 @@ class WireRig:
         self.oracle = Oracle(folder)
         self.chance = chance
         self.short = [random_prompt(chance, length) for length in (5, 40, 100)]
-        self.long = random_prompt(chance, MAX_POSITIONS - 112)
         self.streams: list[tuple[list[int], int, asyncio.Task[list[int]]]] = []
         self._serial = 0
 
@@ -119,15 +118,23 @@ class WireRig:
 
     # ------------------------------------------------------------ what triggers do
 
+    def long(self) -> list[int]:
+        """A prompt that takes a while to compute: nothing of it is cached."""
+        return random_prompt(self.chance, MAX_POSITIONS - 112)
+
     async def more(self) -> None:
         self.ask(self.short[0], 20)
 
+    async def something_new(self) -> None:
+        """Its pages are news for the router's index."""
+        self.ask(random_prompt(self.chance, 40), 20)
+
     async def one_token(self) -> None:
-        self.ask(self.long, 1)
+        self.ask(self.long(), 1)
 
     async def abandon(self) -> None:
         """A client that leaves at some moment, mostly while its KV is under way."""
-        task = asyncio.create_task(self.session.stream(self.long, 100))
+        task = asyncio.create_task(self.session.stream(self.long(), 100))
         await asyncio.sleep(self.chance.uniform(0.02, 0.4))
         await ended(task)
 
@@ -135,7 +142,7 @@ class WireRig:
         """The node's own HTTP ends a request that is between two chunks."""
         self._serial += 1
         rid = f"doomed-{self._serial}"
-        task = asyncio.create_task(self.session.stream(self.long, 100, rid=rid))
+        task = asyncio.create_task(self.session.stream(self.long(), 100, rid=rid))
         await asyncio.sleep(self.chance.uniform(0.02, 0.4))
         async with client(self.fleet["prefill-0"].url) as node:
             await node.post("/abort_request", {"rid": rid})
@@ -156,7 +163,7 @@ class WireRig:
     async def hold_up_prefill(self) -> None:
         """Transfers stay open for longer than decode waits before it asks about them."""
         async with client(self.fleet["prefill-0"].url) as node:
-            self.ask(self.long, 4)  # first: the router gives a paused node no work
+            self.ask(self.long(), 4)  # first: the router gives a paused node no work
             await asyncio.sleep(self.chance.uniform(0.0, 0.05))
             await node.post("/pause_generation", {"mode": "in_place"})
             await asyncio.sleep(SYNC_S + 2 * HEARTBEAT_S)
@@ -194,6 +201,14 @@ class WireRig:
         async with self._guest(FINGERPRINT) as guest:
             await guest.joined.wait()
             await guest.say_goodbye()
+
+    async def guest_loses_news(self) -> None:
+        """The router misses an update of its cache, and asks for all of it."""
+        async with self._guest(FINGERPRINT) as guest:
+            await guest.joined.wait()
+            guest.lose_update()
+            await guest.publish(1, 2, 3)
+            await asyncio.sleep(HEARTBEAT_S)
 
     async def guest_is_refused(self) -> None:
         """A node of another wire version asks to join, until it has been told no."""
@@ -237,6 +252,7 @@ TRIGGERS: dict[Cell, Trigger] = {
     (Direction.TO_NODE, wire.Abort): WireRig.abandon,
     (Direction.TO_NODE, wire.PeerGone): WireRig.silence_prefill,
     (Direction.TO_NODE, wire.Peers): WireRig.cut_router_links,
+    (Direction.TO_NODE, wire.ListCache): WireRig.guest_loses_news,
     (Direction.TO_NODE, wire.Ping): WireRig.more,
     (Direction.TO_NODE, wire.Admin): WireRig.pause,
     (Direction.TO_ROUTER, wire.Hello): WireRig.cut_router_links,
@@ -247,6 +263,7 @@ TRIGGERS: dict[Cell, Trigger] = {
     (Direction.TO_ROUTER, wire.Aborted): WireRig.abort_on_prefill,
     (Direction.TO_ROUTER, wire.AdminReply): WireRig.pause,
     (Direction.TO_ROUTER, wire.NodeAdapters): WireRig.cut_router_links,
+    (Direction.TO_ROUTER, wire.CacheUpdate): WireRig.something_new,
     (Direction.TO_ROUTER, wire.Goodbye): WireRig.guest_leaves,
     (Direction.TO_PREFILL, wire.PeerHello): WireRig.silence_side_channel,
     (Direction.TO_PREFILL, wire.Destination): WireRig.more,
