@@ -247,6 +247,10 @@ class AdapterCatalogue:
         if listed is not None:
             self._lost[node] = {name: self._entries.get(name) for name in listed}
             _bound(self._lost)
+            for name in listed:
+                entry = self._entries.get(name)
+                if entry is not None and not self._held(entry):
+                    self._learn_other(name)
 
     def _gone_while_lost(self, node: Incarnation, listed: Container[str]) -> set[str]:
         """What somebody unloaded on a node while its link was down; not what was loaded anew since,
@@ -287,8 +291,13 @@ class AdapterCatalogue:
             self.unloaded(entry)
             return
         del self._entries[name]
+        self._learn_other(name)
+
+    def _learn_other(self, name: str) -> None:
+        """Nobody has the content that counted: what a node has under this name, which nobody could
+        use until now, counts from now on."""
         for listed in self._listed.values():
-            if name in listed:  # other content, which nobody could use until now
+            if name in listed:
                 self._learn(listed[name])
                 return
 

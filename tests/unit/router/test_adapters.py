@@ -46,6 +46,13 @@ def test_the_first_content_counts_while_a_node_has_it() -> None:
     assert digest(catalogue, "a") is None
 
 
+def test_other_content_counts_once_the_last_node_of_the_first_is_lost() -> None:
+    catalogue = with_nodes(p=[info("a", "1")], d=[info("a", "2")])
+    catalogue.on_loss("p")
+    assert digest(catalogue, "a") == "2"
+    assert not catalogue.expects(Adapter("a", "1"))
+
+
 def test_what_somebody_unloaded_on_a_node_is_not_given_back_to_it() -> None:
     catalogue = with_nodes(p=[info("a")], d=[info("a")])
     catalogue.on_list("d", [])

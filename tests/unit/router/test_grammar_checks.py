@@ -4,7 +4,7 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,14 @@ def schema(content: Any) -> Grammar:
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(content))
 
 
+def children(*, but: Collection[psutil.Process] = ()) -> list[psutil.Process]:
+    """Processes below this one; `but` were there before."""
+    return [child for child in psutil.Process().children(recursive=True) if child not in but]
+
+
 def in_checks(folder: Path, scenario: Scenario, timeout_s: float = 20.0) -> None:
+    before = children()  # of other tests: multiprocessing's tracker of resources stays
+
     async def run() -> None:
         checks = GrammarChecks(folder, VOCAB_SIZE, timeout_s)
         try:
@@ -33,7 +40,7 @@ def in_checks(folder: Path, scenario: Scenario, timeout_s: float = 20.0) -> None
                 await scenario(checks)
         finally:
             await checks.close()
-        assert not psutil.Process().children(recursive=True)
+        assert not children(but=before)
 
     asyncio.run(run())
 
@@ -142,9 +149,11 @@ def test_a_client_that_leaves_ends_nobodys_trial(tiny_folder: Path) -> None:
 
 
 def test_a_checker_that_dies_is_replaced(tiny_folder: Path) -> None:
+    before = children()
+
     async def scenario(checks: GrammarChecks) -> None:
         await checks.checked(REGEX, "x")
-        (checker,) = psutil.Process().children()
+        (checker,) = children(but=before)
         asked = asyncio.create_task(problem(checks, HOSTILE["a number that explodes"]))
         while not checker.children():
             await asyncio.sleep(0.01)
