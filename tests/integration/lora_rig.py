@@ -4,7 +4,8 @@ import random
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.adapters import make_adapters
 from tests.faults.load import Work, make_work
 from tests.integration.client import Client, client, eventually
 from tests.integration.oracle import Oracle
-from tests.processes import Fleet
+from tests.processes import Flags, Fleet, fleet
 
 NAMES = ("qv-4", "mlp-16-rslora", "uneven-12")
 """Of `ADAPTERS`: of different ranks and targets, one with rslora and one with patterns."""
@@ -63,6 +64,22 @@ def make_wardrobe(model: Path, folder: Path, *, with_guest: bool = False) -> War
 
 
 # ---------------------------------------------------------------- verbs
+
+
+@contextmanager
+def crowded_fleet(wardrobe: Wardrobe, node_flags: Flags, router_flags: Flags) -> Iterator[Fleet]:
+    """2P2D whose decode nodes keep no pages in reserve, so that they retract, and learn soon that a
+    node is dead."""
+    impatient = {"lease_s": 2, "longest_post_s": 0.5, "peer_timeout_s": 2}
+    with fleet(
+        wardrobe.model,
+        prefill=2,
+        decode=2,
+        node_flags={**impatient, **node_flags},
+        decode_flags={"reserve_pages": 0},
+        router_flags=router_flags,
+    ) as made:
+        yield made
 
 
 async def try_load(

@@ -15,17 +15,16 @@ from tests.faults.matrix import PATIENT
 from tests.integration.client import Client, client, eventually
 from tests.integration.lora_rig import (
     Wardrobe,
+    crowded_fleet,
     held_by,
     listed,
     load_all,
     nobody_uses_any,
 )
 from tests.integration.oracle import random_prompt
-from tests.processes import Fleet, fleet, showing_logs
+from tests.processes import Fleet, showing_logs
 
-NODE_FLAGS = {
-    "num_pages": 40, "chunk_size": 64, "lease_s": 2, "longest_post_s": 0.5, "peer_timeout_s": 2,
-}  # fmt: skip
+NODE_FLAGS = {"num_pages": 40, "chunk_size": 64}
 """Pools for about four requests: decode has to retract, and a dead node's pages come home soon."""
 
 pytestmark = pytest.mark.timeout(300)
@@ -34,14 +33,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def running(wardrobe: Wardrobe) -> Iterator[Fleet]:
-    with fleet(
-        wardrobe.model,
-        prefill=2,
-        decode=2,
-        node_flags=NODE_FLAGS,
-        decode_flags={"reserve_pages": 0},
-        router_flags=PATIENT,
-    ) as made:
+    with crowded_fleet(wardrobe, NODE_FLAGS, PATIENT) as made:
         yield made
 
 

@@ -20,6 +20,7 @@ from tests.integration.lora_rig import (
     PROMPT_S,
     Wardrobe,
     abort_all,
+    crowded_fleet,
     go_on,
     held_by,
     in_use,
@@ -33,12 +34,9 @@ from tests.integration.lora_rig import (
     unload_promptly,
 )
 from tests.integration.oracle import random_prompt
-from tests.processes import Fleet, fleet, showing_logs
+from tests.processes import Fleet, showing_logs
 
-NODE_FLAGS = {
-    "num_pages": 40, "chunk_size": 32, "max_loras_per_batch": 2, "lease_s": 2,
-    "longest_post_s": 0.5, "peer_timeout_s": 2,
-}  # fmt: skip
+NODE_FLAGS = {"num_pages": 40, "chunk_size": 32, "max_loras_per_batch": 2}
 """Pools for about four requests and slots for two of three adapters: some of everything waits."""
 ROUTER_FLAGS = PATIENT | {"heartbeat_s": 0.25, "node_timeout_s": 1.5}
 STATES = [  # prefill's `waiting` and `inflight` are over before a look at them is
@@ -54,14 +52,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def running(wardrobe: Wardrobe) -> Iterator[Fleet]:
-    with fleet(
-        wardrobe.model,
-        prefill=2,
-        decode=2,
-        node_flags=NODE_FLAGS,
-        decode_flags={"reserve_pages": 0},
-        router_flags=ROUTER_FLAGS,
-    ) as made:
+    with crowded_fleet(wardrobe, NODE_FLAGS, ROUTER_FLAGS) as made:
         yield made
 
 

@@ -15,7 +15,7 @@ from router.tokens import load_codec
 from tests.faults.load import Work
 from tests.faults.matrix import PATIENT
 from tests.integration.client import Client, client, eventually
-from tests.integration.lora_rig import Wardrobe, load_all
+from tests.integration.lora_rig import Wardrobe, crowded_fleet, load_all
 from tests.integration.oracle import random_prompt
 from tests.integration.prefix_rig import (
     PAGE,
@@ -30,10 +30,7 @@ from tests.integration.prefix_rig import (
 )
 from tests.processes import Fleet, fleet, showing_logs
 
-NODE_FLAGS = {
-    "page_size": PAGE, "num_pages": 48, "chunk_size": 24, "lease_s": 2, "longest_post_s": 0.5,
-    "peer_timeout_s": 2,
-}  # fmt: skip
+NODE_FLAGS = {"page_size": PAGE, "num_pages": 48, "chunk_size": 24}
 """Pools for about four requests."""
 
 pytestmark = pytest.mark.timeout(300)
@@ -42,14 +39,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def running(wardrobe: Wardrobe) -> Iterator[Fleet]:
-    with fleet(
-        wardrobe.model,
-        prefill=2,
-        decode=2,
-        node_flags=NODE_FLAGS,
-        decode_flags={"reserve_pages": 0},
-        router_flags=PATIENT,
-    ) as made:
+    with crowded_fleet(wardrobe, NODE_FLAGS, PATIENT) as made:
         yield made
 
 

@@ -6,17 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.kv_cache.hashing import HASH_BYTES, PageHashes, key, root
-from common.messages import WIRE_VERSION, Fingerprint
+from tests.standin import FINGERPRINT
 
-FINGERPRINT = Fingerprint(
-    wire_version=WIRE_VERSION,
-    model="m",
-    dtype="float32",
-    num_layers=2,
-    num_kv_heads=1,
-    head_dim=8,
-    page_size=4,
-)
 ROOT = root(FINGERPRINT)
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 
