@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -14,6 +16,24 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     content = json.loads(path.read_text())
     return content if isinstance(content, dict) else {}
+
+
+def read_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer in `tokenizer.json`, which cuts off and pads nothing; None if there is none.
+
+    Raises:
+        ValueError: it is broken.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(str(error)) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def special_tokens(folder: Path) -> dict[str, str]:

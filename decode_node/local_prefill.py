@@ -11,7 +11,7 @@ up, and a step computes as much as a prefill node's would.
 
 from collections.abc import Callable
 
-from common.chunked_prefill import begin_behind_cached, split_budget
+from common.chunked_prefill import next_chunks
 from common.kv_cache.manager import KVCacheManager
 from common.lifecycle import ReqQueue
 from common.plan import Row
@@ -34,15 +34,8 @@ class LocalPrefill:
         self, lora_slot: Callable[[DecodeReq], int | None], *, anybody_runs: bool
     ) -> list[tuple[DecodeReq, Row]]:
         """The next chunks. `lora_slot`: where a request's adapter is."""
-        reqs = self._prefilling.snapshot()
         budget = self._beside if anybody_runs else self._alone
-        begin_behind_cached(reqs, budget, self._kv)
-        shares = split_budget([req.num_uncomputed for req in reqs], budget)
-        return [
-            (req, req.next_chunk(share, lora_slot(req)))
-            for req, share in zip(reqs, shares, strict=True)
-            if share
-        ]
+        return next_chunks(self._prefilling.snapshot(), budget, self._kv, lora_slot)
 
     def check_invariants(self, pages_for: Callable[[int], int]) -> None:
         """Raise unless each has its slot, all its pages, and something left to compute."""

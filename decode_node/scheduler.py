@@ -228,11 +228,9 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             self._mark(req, "waiting")
         ready = [req for req in self.running_queue.snapshot() if self._make_room(req)]
         running = [req for req in ready if req in self.running_queue]
-        rows = [(req, req.next_row(self._lora_slot(req))) for req in running]
-        return rows + self._local.rows(self._lora_slot, anybody_runs=bool(running))
-
-    def _lora_slot(self, req: DecodeReq) -> int | None:
-        return None if req.lora is None else self._lora.slot_of(req.lora)
+        slot_of = self._lora.slot_of
+        rows = [(req, req.next_row(slot_of(req))) for req in running]
+        return rows + self._local.rows(slot_of, anybody_runs=bool(running))
 
     def _make_room(self, req: DecodeReq) -> bool:
         """A page for the next token's KV, retracting the last in rank if need be; else False."""

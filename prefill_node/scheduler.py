@@ -18,7 +18,7 @@
 from collections.abc import Iterable
 from typing import assert_never, cast
 
-from common.chunked_prefill import begin_behind_cached, split_budget
+from common.chunked_prefill import next_chunks
 from common.events import FromPeer, PeerClosed, PeerProbed
 from common.lifecycle import PREFILL_EDGES, State
 from common.messages import (
@@ -243,16 +243,11 @@ class PrefillScheduler(Scheduler[PrefillReq]):
 
     def _select(self) -> list[tuple[PrefillReq, Row]]:
         self._admit()
-        reqs = self.prefilling.snapshot()
-        budget = self.settings.chunk_size
-        for req in begin_behind_cached(reqs, budget, self.kv):
-            self._post(req, len(req.chain), None)
-        shares = split_budget([req.remaining for req in reqs], budget)
-        rows = []
-        for req, share in zip(reqs, shares, strict=True):
-            if share:
-                lora_slot = None if req.lora is None else self._lora.slot_of(req.lora)
-                rows.append((req, req.next_chunk(share, lora_slot)))
+        reqs, budget = self.prefilling.snapshot(), self.settings.chunk_size
+        rows = next_chunks(reqs, budget, self.kv, self._lora.slot_of)
+        for req, row in rows:
+            if row.init is not None:  # it may begin behind more than was cached at admission
+                self._post(req, len(req.chain), None)
         return rows
 
     def _admit(self) -> None:

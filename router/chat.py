@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from router.chat_template import ChatTemplateError
@@ -11,7 +12,7 @@ from router.errors import invalid
 from router.grammar_checks import Grammars, with_grammar
 from router.model_names import ModelNames
 from router.prepared import Prepared
-from router.protocol.knobs import Knobs, check
+from router.protocol.knobs import check
 from router.protocol.requests import ChatMessage, ChatRequest, refuse_unsupported
 from router.protocol.tools import MessageCall, Tool
 from router.tokens import TextCodec
@@ -51,10 +52,7 @@ class ChatPreparer:
             max_name, max_tokens = "max_tokens", request.max_tokens
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         knobs = request.knobs(max_tokens=max_tokens, logprobs=logprobs, max_name=max_name)
-        names = {**knobs.names, "logprobs": "top_logprobs"}
-        knobs = Knobs(
-            **{f: getattr(knobs, f) for f in Knobs.__slots__ if f != "names"}, names=names
-        )
+        knobs = replace(knobs, names={**knobs.names, "logprobs": "top_logprobs"})
         check(knobs, self._settler.bounds)
         wish = self._tools.wish(
             request.tools,

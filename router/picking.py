@@ -175,16 +175,16 @@ def _pick_pair(pairs: Sequence[Group], wish: Wish, rules: Rules) -> Pair | Full:
     pair = _pick_ready(pairs, last_resort, rules)
     if pair is not None:
         return pair
-    decodes = [c for group in pairs for c in group.decodes]
-    open_decodes = [c for c in decodes if c.is_open]
+    waits_for = [c for group in pairs for c in group.decodes]
+    open_decodes = [c for c in waits_for if c.is_open]
     could = [] if wish.prefers_pair else [c for c in open_decodes if c.computes]
     if could:
         alone = _as_it_has(rules.choose_decode(could, wish.work), wish, rules)
         if alone is not None:
             return alone
     if open_decodes:
-        decodes = [c for group in pairs for c in group.prefills if not c.is_open]
-    return Full(frozenset(c.incarnation for c in decodes))
+        waits_for = [c for group in pairs for c in group.prefills if not c.is_open]
+    return Full(frozenset(c.incarnation for c in waits_for))
 
 
 def _pick_alone(decodes: Sequence[Candidate], wish: Wish, rules: Rules) -> Pair | Full | None:

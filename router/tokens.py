@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from common.model_folder import end_token_ids, read_json, special_tokens
+from common.model_folder import end_token_ids, read_json, read_tokenizer, special_tokens
 from router.byte_tokens import byte_table
 from router.chat_template import ChatTemplate, ChatTemplateError, ChatTemplates
 
@@ -135,15 +135,12 @@ def load_codec(folder: Path) -> TextCodec:
     Raises:
         UnusableModelFolder: there is no `tokenizer.json`, or it or the template is broken.
     """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise UnusableModelFolder(f"{folder} has no tokenizer.json")
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise UnusableModelFolder(f"{path}: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+        tokenizer = read_tokenizer(folder)
+    except ValueError as error:
+        raise UnusableModelFolder(f"{folder / 'tokenizer.json'}: {error}") from error
+    if tokenizer is None:
+        raise UnusableModelFolder(f"{folder} has no tokenizer.json")
     try:
         templates = _templates(folder)
     except ChatTemplateError as error:

@@ -6,7 +6,7 @@ from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
 from common.grammar.errors import GrammarError
-from common.model_folder import end_token_ids
+from common.model_folder import end_token_ids, read_tokenizer
 
 
 class Vocabulary:
@@ -37,13 +37,10 @@ def load_vocabulary(folder: Path, size: int) -> Vocabulary:
     Raises:
         GrammarError: there is no usable `tokenizer.json`, or nothing ends an output.
     """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise GrammarError("the model's folder has no tokenizer.json")
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
+        tokenizer = read_tokenizer(folder)
+    except ValueError as error:
         raise GrammarError(f"tokenizer.json: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    if tokenizer is None:
+        raise GrammarError("the model's folder has no tokenizer.json")
     return Vocabulary(tokenizer, size, end_token_ids(folder, tokenizer.token_to_id))

@@ -263,11 +263,13 @@ class AdapterDesk:
             self._placement.entered(req)
             self._ledger.waited("adapter_wait", req.lora_wait_s)
 
-    def slot_of(self, adapter: int) -> int:
-        """Where the weights are that a request computes with now."""
-        slot = self._placement.slots.of(adapter)
-        assert slot is not None, f"computed and adapter {adapter} has no slot"
-        assert slot.ready, f"computed before adapter {adapter} is there"
+    def slot_of(self, req: Req) -> int | None:
+        """Where the weights are that a request computes with now; None for the base model."""
+        if req.lora is None:
+            return None
+        slot = self._placement.slots.of(req.lora)
+        assert slot is not None, f"computed and adapter {req.lora} has no slot"
+        assert slot.ready, f"computed before adapter {req.lora} is there"
         return slot.index
 
     # ------------------------------------------------------------ turns
