@@ -1,10 +1,12 @@
 """One JSON line at each request's end, with its stage times. Pure formatting."""
 
-import json
 import logging
+
+import msgspec
 
 from router.requests import Job
 
+_encode = msgspec.json.Encoder().encode
 log = logging.getLogger("router.requests")
 
 
@@ -35,4 +37,4 @@ def end_line(job: Job) -> str:
         "replays": {cause.value: count for cause, count in job.replays.items()},
         **{name: round(at - accepted, 6) for name, at in stages.items() if at is not None},
     }
-    return json.dumps(line)
+    return _encode(line).decode()
