@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 from common.messages import Adapter
 from router.errors import ApiError, too_busy
 from router.prepared import ChoiceSpec
@@ -51,8 +53,7 @@ class AdmissionLimits:
     max_kv_oversubscription: float = 32.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """What a request would add; its choices are counted one by one."""
 
     choices: int = 1
@@ -71,11 +72,9 @@ class Demand:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backlog:
+class Backlog(msgspec.Struct, frozen=True, kw_only=True):
     """What there is already."""
 
-    unfinished: int
     tokens_ahead: int
     """Prompt tokens that are computed before the new request's."""
     queued_tokens: int
@@ -86,8 +85,6 @@ class Backlog:
     """Tokens of KV that decode nodes hold."""
     num_computing: int
     """Nodes that compute prompts."""
-    idle: bool
-    """Nobody waits, and some pair of nodes takes a request at once."""
 
 
 class Admission:
@@ -152,15 +149,12 @@ class Admission:
             over = _Excess(Refusal.REQUESTS, why, excess, self._ends.per_second)
             raise self._refuse(over, choices, now)
 
-    def check(self, demand: Demand, backlog: Backlog, now: float) -> None:
-        """All bounds.
+    def check_work(self, demand: Demand, backlog: Backlog, now: float) -> None:
+        """The others; while nodes have room and nobody waits there is no need to.
 
         Raises:
             ApiError: 429.
         """
-        self.check_count(backlog.unfinished, now, demand.choices)
-        if backlog.idle:
-            return
         for bound in (self._check_tokens, self._check_wait, self._check_kv):
             excess = bound(demand, backlog)
             if excess is not None:

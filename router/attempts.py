@@ -15,8 +15,10 @@ from router.requests import Attempt, Job, NewTokens
 class AttemptTable:
     """Jobs by the room of their attempt."""
 
-    def __init__(self, random: Random) -> None:
+    def __init__(self, random: Random, counters: Counter[str]) -> None:
+        """`counters`: where stale rooms are counted."""
         self._random = random
+        self._counters = counters
         self._jobs: dict[Room, Job] = {}
         self.paths = Counter({"disaggregated": 0, "local": 0})
         """Attempts begun on a pair of nodes, and on a decode node alone."""
@@ -37,12 +39,13 @@ class AttemptTable:
         del self._jobs[room]
 
     def find(self, node: Incarnation, room: Room) -> tuple[Job, Attempt] | None:
-        """The attempt that this node may speak of."""
+        """The live attempt that this node may speak of; None (stale) is counted."""
         job = self._jobs.get(room)
         attempt = None if job is None else job.attempt
-        if job is None or attempt is None:
+        if job is None or attempt is None or node not in (attempt.decode, attempt.prefill):
+            self._counters["stale_rooms"] += 1
             return None
-        return (job, attempt) if node in (attempt.decode, attempt.prefill) else None
+        return job, attempt
 
     def depending_on(self, node: Incarnation, *, left: bool = False) -> list[Job]:
         """Jobs whose attempts end with this node, oldest first.
@@ -91,9 +94,12 @@ def generates(
         return [(attempt.decode, first)]
     prefill = registry.get(attempt.prefill)
     assert prefill is not None, "an attempt begins on nodes that are there"
+    sampling = job.sampling
+    if sampling.prompt_logprobs is not None:
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
     for_decode = msgspec.structs.replace(
         first,
-        sampling=msgspec.structs.replace(job.sampling, prompt_logprobs=None),
+        sampling=sampling,
         prefill_address=prefill.hello.side_channel,
         prefill_incarnation=attempt.prefill,
     )
@@ -101,15 +107,14 @@ def generates(
 
 
 def in_turn(
-    job: Job, attempt: Attempt, node: Incarnation, output: TokenOutput
+    attempt: Attempt, node: Incarnation, output: TokenOutput
 ) -> Sequence[tuple[Incarnation, TokenOutput]]:
-    """What can be taken in, now that this node has said this.
+    """What can be taken in of an attempt that is to bring the prompt's logprobs, now that this node
+    has said this.
 
     The two nodes' links are not ordered between them, and only who computes the prompt can tell its
     logprobs: until prefill has, what decode says is held, and the attempt depends on both.
     """
-    if job.sampling.prompt_logprobs is None:
-        return ((node, output),)
     if node != attempt.computes:
         attempt.held.append((node, output))
         return ()

@@ -3,8 +3,9 @@
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from router.chat_template import ChatTemplateError
 from router.choices import ChoiceSettler, Style, text_options

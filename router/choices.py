@@ -1,7 +1,6 @@
 """From checked wishes to choices: how many, how long, drawn with which seed; shared by all APIs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from random import Random
 
 import msgspec
@@ -20,8 +19,7 @@ SCORE_BYTES = 128
 """What a prompt token's logprob becomes in a stream, at most about."""
 
 
-@dataclass(frozen=True, slots=True)
-class Style:
+class Style(msgspec.Struct, frozen=True):
     """How an API names the prompt and what it does without `max_tokens`."""
 
     prompt: str
@@ -71,7 +69,7 @@ class ChoiceSettler:
                 knobs, self.bounds, max_tokens=max_tokens, random=self._random
             )
             for choice in range(n):
-                drawn = msgspec.structs.replace(sampling, choice=choice)
+                drawn = msgspec.structs.replace(sampling, choice=choice) if choice else sampling
                 specs.append(ChoiceSpec(prompt, drawn, options, adapter))
         return tuple(specs)
 

@@ -86,7 +86,8 @@ class Dispatcher:
         )
         self._waiting, self._load = self.intake.waiting, self.intake.load
         self.jobs = JobTable(random)
-        self._attempts = AttemptTable(random)
+        self.counters: Counter[str] = Counter()
+        self._attempts = AttemptTable(random, self.counters)
         self.paths = self._attempts.paths
         adapters = adapters or AdapterCatalogue()
         self._stranded = StrandedWatch(registry, adapters, limits.node_wait_s)
@@ -95,7 +96,6 @@ class Dispatcher:
         self._effects = Effects()
         self.paused: PauseMode | None = None
         """The whole cluster's pause; nothing is dispatched."""
-        self.counters: Counter[str] = Counter()
         self.replays: Counter[ReplayCause] = Counter()
 
     # ------------------------------------------------------------ what is asked
@@ -117,7 +117,7 @@ class Dispatcher:
 
     def backlog(self) -> Backlog:
         """What a new request of priority 0 would meet."""
-        return self.intake.backlog(0, len(self.jobs))
+        return self.intake.backlog(0)
 
     def submit(
         self,
@@ -193,11 +193,14 @@ class Dispatcher:
     def on_tokens(self, node: Incarnation, outputs: Iterable[TokenOutput], now: float) -> None:
         """Take in what a step brought for its rooms: each room's tokens in order, each once."""
         for output in outputs:
-            found = self._attempt_of(node, output.room)
+            found = self._attempts.find(node, output.room)
             if found is None:
                 continue
             job, attempt = found
-            for speaker, said in in_turn(job, attempt, node, output):
+            if job.sampling.prompt_logprobs is None:
+                self._take_in(node, output, job, attempt, now)
+                continue
+            for speaker, said in in_turn(attempt, node, output):
                 if job.attempt is attempt:
                     self._take_in(speaker, said, job, attempt, now)
         self._serve(now)
@@ -227,22 +230,23 @@ class Dispatcher:
         self, job: Job, attempt: Attempt, news: NewTokens, node_is_done: bool, now: float
     ) -> None:
         job.note_tokens(news)
-        self._load.grew(attempt.room, job)
+        self._load.grew(attempt.room, len(news.token_ids), job.tokens_left)
         if not attempt.first_token:
             attempt.first_token = True
             self.intake.note_prefilled(attempt.room, now)
             self._freed = True
         finish = news.finish or job.complete()
-        self._effects.tell_tokens(job, news.ending(finish), now)
         if finish is None:
+            self._effects.tell_tokens(job, news, now)
             return
+        self._effects.tell_tokens(job, news.ending(finish), now)
         if not node_is_done:
             self._abort_attempt(job)
         self._end(job, finish.value, now)
 
     def on_retracted(self, node: Incarnation, room: Room, now: float) -> None:
         """A node gave the room's KV up; the first report of a room counts."""
-        found = self._attempt_of(node, room)
+        found = self._attempts.find(node, room)
         if found is None or outlived(node, found[1]):
             return
         job, _ = found
@@ -252,7 +256,7 @@ class Dispatcher:
 
     def on_failed(self, node: Incarnation, failed: Failed, now: float) -> None:
         """A node cannot finish the room."""
-        found = self._attempt_of(node, failed.room)
+        found = self._attempts.find(node, failed.room)
         if found is None or outlived(node, found[1]):
             return
         job, attempt = found
@@ -266,7 +270,7 @@ class Dispatcher:
 
     def on_aborted(self, node: Incarnation, room: Room, now: float) -> None:
         """A node was told to abort the request, by its own HTTP or by another router."""
-        found = self._attempt_of(node, room)
+        found = self._attempts.find(node, room)
         if found is None or outlived(node, found[1]):
             return
         job, _ = found
@@ -304,7 +308,9 @@ class Dispatcher:
 
     def drain(self) -> Effects:
         """Take the effects of all calls since the last time."""
-        effects, self._effects = self._effects, Effects()
+        effects = self._effects
+        if effects:
+            self._effects = Effects()
         return effects
 
     # ------------------------------------------------------------ dispatch
@@ -389,12 +395,3 @@ class Dispatcher:
         self._waiting.sweep()
         self.jobs.remove(job)
         self._effects.ended.append(job)
-
-    # ------------------------------------------------------------ small things
-
-    def _attempt_of(self, node: Incarnation, room: Room) -> tuple[Job, Attempt] | None:
-        """The live attempt that this node speaks of, or None (stale, and counted)."""
-        found = self._attempts.find(node, room)
-        if found is None:
-            self.counters["stale_rooms"] += 1
-        return found

@@ -8,8 +8,7 @@ from common.messages import Incarnation, ToNode
 from router.requests import Job, NewTokens, Output
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     node: Incarnation
     body: ToNode
 

@@ -203,7 +203,7 @@ class Generation:
     def _take_in(self) -> None:
         self.is_due = False
         sink = self._sink
-        if sink is None or self.is_over():
+        if sink is None or not self._unfinished or self._error is not None:
             return
         items, self.items = self.items, []
         try:

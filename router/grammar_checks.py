@@ -11,11 +11,11 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from common.grammar.limits import MAX_GRAMMAR_CHARACTERS
 from common.grammar.questions import Answer, Question

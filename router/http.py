@@ -5,8 +5,8 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 from aiohttp import web
@@ -24,6 +24,7 @@ CLIENT_LEFT = 499
 MAX_SESSION_CHARS = 256
 """Of a session's name that count."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+_random = Random()
 _encode = msgspec.json.Encoder().encode
 
 
@@ -60,7 +61,7 @@ def request_id(request: web.Request, given: str | None = None) -> str:
     """
     name = request.headers.get("X-Request-Id") or given
     if not name:
-        return uuid4().hex
+        return f"{_random.getrandbits(128):032x}"
     if not _REQUEST_ID.fullmatch(name):
         message = "a request id is 1 to 256 printable ASCII characters without spaces"
         raise invalid(message, "rid" if name == given else "x-request-id")
@@ -88,6 +89,8 @@ async def read_body(request: web.Request, timeout_s: float | None = None) -> byt
     Raises:
         ApiError: 408 when it does not come in time.
     """
+    if request.content.is_eof():  # nearly always: it came with the head
+        return await request.read()
     try:
         async with asyncio.timeout(timeout_s):
             return await request.read()

@@ -60,19 +60,23 @@ class Intake:
             if missing is not None:
                 self.admission.refused[Refusal.NO_ADAPTER] += 1
                 raise unavailable(missing, "adapter_unavailable")
-        self.admission.check(demand, self.backlog(priority, unfinished), now)
+        self.admission.check_count(unfinished, now, demand.choices)
+        if not self.is_idle():
+            self.admission.check_work(demand, self.backlog(priority), now)
 
-    def backlog(self, priority: int, unfinished: int) -> Backlog:
+    def is_idle(self) -> bool:
+        """Nobody waits, and some pair of nodes takes a request at once."""
+        return not self.waiting and self._placement.has_room(self._pace())
+
+    def backlog(self, priority: int) -> Backlog:
         """What a new request of this priority would meet."""
         on_nodes = self._placement.tokens_to_prefill()
         return Backlog(
-            unfinished=unfinished,
             tokens_ahead=on_nodes + self.waiting.tokens_ahead(priority),
             queued_tokens=on_nodes + self.waiting.tokens,
             held_tokens=self.load.held_tokens + self.waiting.held_tokens,
             decode_tokens=self._registry.fleet.decode_tokens,
             num_computing=self._placement.num_computing(),
-            idle=not self.waiting and self._placement.has_room(self._pace()),
         )
 
     def startable(self) -> Iterator[tuple[Job, Pair]]:

@@ -1,6 +1,6 @@
-"""A histogram that costs little to write: counted in plain numbers, read when somebody scrapes.
+"""Metrics that cost little to write: counted in plain numbers, read when somebody scrapes.
 
-prometheus_client's own takes a lock and a context for each value, which is as much as all else that
+prometheus_client's own take a lock and a context for each value, which is as much as all else that
 a router does for a token. Here there is one thread.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 
@@ -37,4 +37,31 @@ class LightHistogram(Collector):
         buckets = list(zip(names, map(float, accumulate(self._counts)), strict=True))
         family = HistogramMetricFamily(self._name, self._help)
         family.add_metric([], buckets, self._sum)
+        yield family
+
+
+class LightCounter(Collector):
+    """Registers itself. Without labels it begins at 0, else with the first `add` for some."""
+
+    def __init__(
+        self, name: str, help_text: str, registry: CollectorRegistry, labels: Sequence[str] = ()
+    ) -> None:
+        self._name = name
+        self._help = help_text
+        self._labels = tuple(labels)
+        self._counts: dict[tuple[str, ...], float] = {} if labels else {(): 0}
+        registry.register(self)
+
+    def add(self, amount: float, *labels: str) -> None:
+        """`labels`: a value for each."""
+        self._counts[labels] = self._counts.get(labels, 0) + amount
+
+    def remove(self, *labels: str) -> None:
+        """Forget what was counted for these."""
+        self._counts.pop(labels, None)
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(self._name, self._help, labels=self._labels)
+        for labels, count in self._counts.items():
+            family.add_metric(labels, count)
         yield family

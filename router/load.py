@@ -9,13 +9,15 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass
 
+import msgspec
+
 from common.messages import Fingerprint, Incarnation, Room
 from common.modes import DisaggregationMode
 from router.node import Node
 from router.picking import Pair
 from router.policies import Candidate, place_of
 from router.recent import RecentWork
-from router.requests import Attempt, Job
+from router.requests import Attempt, Job, held_tokens
 
 LOOK_AHEAD_TOKENS = 1024
 """Prompt tokens a node may have waiting at least: two steps of prefill's default chunk."""
@@ -47,8 +49,7 @@ class _Share:
     held: int
 
 
-@dataclass(frozen=True, slots=True)
-class Prefilled:
+class Prefilled(msgspec.Struct, frozen=True):
     """A prompt that is done, in tokens."""
 
     known: int
@@ -163,7 +164,9 @@ class LoadBook:
         to_compute = known - has
         share = _Share(attempt.computes, attempt.decode, is_local, to_compute, has, known, held)
         self._shares[room] = share
-        self.routed.update(prompt=known, computer_cached=has, decode_cached=pair.decode_has)
+        self.routed["prompt"] += known
+        self.routed["computer_cached"] += has
+        self.routed["decode_cached"] += pair.decode_has
         self._computing.add(room)
         self._count_prompt(share, 1)
         decode = self._changing(share.decode)
@@ -198,16 +201,17 @@ class LoadBook:
             tally.requests += sign
             tally.tokens += tokens
 
-    def grew(self, room: Room, job: Job) -> None:
-        """The attempt has more tokens now."""
+    def grew(self, room: Room, count: int, left: int) -> None:
+        """The attempt has `count` tokens more now, and may get `left`."""
         share = self._shares[room]
         tally = self._changing(share.decode)
-        known, held = job.known_tokens, job.held_tokens
-        more = held - share.held
-        tally.tokens += known - share.known
-        tally.held += more
-        self.held_tokens += more
-        share.known, share.held = known, held
+        tally.tokens += count
+        share.known += count
+        more = held_tokens(share.known, left) - share.held
+        if more:
+            tally.held += more
+            self.held_tokens += more
+            share.held += more
 
     def remove(self, room: Room) -> None:
         """The attempt is over."""

@@ -5,12 +5,12 @@ Counts that pure parts keep are copied when they are read; a histogram is writte
 
 from collections.abc import Collection, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from common.label_budget import OTHER, LabelBudget
-from router.histogram import LightHistogram
+from router.light_metrics import LightCounter, LightHistogram
 from router.requests import Job
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -42,38 +42,17 @@ class RouterMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         registry = self.registry
-        self._requests = Counter(
-            "pdserve_router_requests", "Ended choices.", ["outcome"], registry=registry
-        )
-        self._http = Counter(
-            "pdserve_router_http_responses", "HTTP answers.", ["path", "code"], registry=registry
-        )
-        self._refusals = Counter(
-            "pdserve_router_refusals",
-            "Requests refused, by HTTP code.",
-            ["code"],
-            registry=registry,
-        )
-        self._replays = Counter(
-            "pdserve_router_replayed_requests", "Ended choices with replays.", registry=registry
-        )
-        self._prompt_tokens = Counter(
-            "pdserve_router_prompt_tokens", "Prompt tokens of ended choices.", registry=registry
-        )
-        self._cached_tokens = Counter(
-            "pdserve_router_cached_tokens", "Prompt tokens prefill had cached.", registry=registry
-        )
-        self._output_tokens = Counter(
-            "pdserve_router_output_tokens", "Tokens emitted.", registry=registry
-        )
+        self._requests = _counter("requests", "Ended choices.", registry, "outcome")
+        self._http = _counter("http_responses", "HTTP answers.", registry, "path", "code")
+        self._refusals = _counter("refusals", "Requests refused, by HTTP code.", registry, "code")
+        self._replays = _counter("replayed_requests", "Ended choices with replays.", registry)
+        self._prompt_tokens = _counter("prompt_tokens", "Of prompts of ended choices.", registry)
+        self._cached_tokens = _counter("cached_tokens", "Of these, cached at prefill.", registry)
+        self._output_tokens = _counter("output_tokens", "Tokens emitted.", registry)
         self._tokens_uncounted = 0
-        """Emitted and not in the counter yet: a token must not cost a lock."""
-        self._lora_requests = Counter(
-            "pdserve_router_lora_requests", "Ended choices.", ["adapter"], registry=registry
-        )
-        self._lora_tokens = Counter(
-            "pdserve_router_lora_output_tokens", "Of ended choices.", ["adapter"], registry=registry
-        )
+        """Emitted and not in the counter yet."""
+        self._lora_requests = _counter("lora_requests", "Ended choices.", registry, "adapter")
+        self._lora_tokens = _counter("lora_output_tokens", "Of them.", registry, "adapter")
         self._lora_labels = LabelBudget()
         self._lora_shown: set[str] = set()
         """Labels that have numbers."""
@@ -100,16 +79,16 @@ class RouterMetrics:
     def on_end(self, job: Job) -> None:
         """A job ended."""
         times = job.times
-        self._requests.labels(job.outcome).inc()
-        self._prompt_tokens.inc(len(job.prompt_ids))
-        self._cached_tokens.inc(job.cached_tokens)
+        self._requests.add(1, job.outcome)
+        self._prompt_tokens.add(len(job.prompt_ids))
+        self._cached_tokens.add(job.cached_tokens)
         if job.adapter is not None:
             label = self._lora_labels.label(job.adapter.name)
             self._lora_shown.add(label)
-            self._lora_requests.labels(label).inc()
-            self._lora_tokens.labels(label).inc(len(job.output_ids))
+            self._lora_requests.add(1, label)
+            self._lora_tokens.add(len(job.output_ids), label)
         if job.replays:
-            self._replays.inc()
+            self._replays.add(1)
         if times.dispatched is not None:
             self._queue.observe(times.dispatched - times.accepted)
         if times.ended is not None:
@@ -125,18 +104,22 @@ class RouterMetrics:
 
     def on_response(self, path: str, code: int) -> None:
         """An HTTP answer was begun. `path` is a route, never what a client made up."""
-        self._http.labels(path, str(code)).inc()
+        self._http.add(1, path, str(code))
         if code >= 400:
-            self._refusals.labels(str(code)).inc()
+            self._refusals.add(1, str(code))
 
     def text(self) -> bytes:
-        self._output_tokens.inc(self._tokens_uncounted)
+        self._output_tokens.add(self._tokens_uncounted)
         self._tokens_uncounted = 0
         return generate_latest(self.registry)
 
 
 def _histogram(name: str, help_text: str, registry: CollectorRegistry) -> LightHistogram:
     return LightHistogram(f"pdserve_router_{name}_seconds", help_text, _LATENCY, registry)
+
+
+def _counter(name: str, help_text: str, registry: CollectorRegistry, *labels: str) -> LightCounter:
+    return LightCounter(f"pdserve_router_{name}", help_text, registry, labels)
 
 
 def counter_family(name: str, help_text: str, label: str, counts: Mapping[str, int]) -> Metric:

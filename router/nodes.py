@@ -18,7 +18,8 @@ rooms it holds for this router and say Hello.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
+
+import msgspec
 
 from common.messages import (
     WIRE_VERSION,
@@ -50,8 +51,7 @@ REMEMBERED_NODES = 1024
 """Given-up incarnations that are told to reset when they come back."""
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(msgspec.Struct, frozen=True):
     """What one envelope means; handled in the order of the fields."""
 
     loss: Loss | None = None

@@ -8,17 +8,17 @@ Decode is chosen first, once: how much of the prompt it has cached decides wheth
 rest itself. The prefill node is then chosen among those whose pages fit.
 """
 
-import dataclasses
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+
+import msgspec
 
 from common.messages import Incarnation
 from router.local_prefill import LocalLimits
 from router.policies import Candidate, Choose, Work
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(msgspec.Struct, frozen=True):
     prefill: Incarnation | None
     """None: decode computes the prompt itself."""
     decode: Incarnation
@@ -28,8 +28,7 @@ class Pair:
     """Tokens that the decode node has cached: they are not sent."""
 
 
-@dataclass(frozen=True, slots=True)
-class Full:
+class Full(msgspec.Struct, frozen=True):
     """Nodes could take it, but not now; `nodes` are those without room that it waits for."""
 
     nodes: frozenset[Incarnation]
@@ -49,8 +48,7 @@ class Rules:
     those with room because of what it has cached. Else the policy never sees it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt that looks for nodes."""
 
     tokens: int
@@ -71,8 +69,7 @@ class Wish:
         return self.work.computed_whole() if self.computed_whole else self.work
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(msgspec.Struct, frozen=True):
     """Nodes of one kind: their pages fit each other."""
 
     prefills: Sequence[Candidate]
@@ -171,7 +168,7 @@ def _pick_pair(pairs: Sequence[Group], wish: Wish, rules: Rules) -> Pair | Full:
         ]
         pairs = [group for group in kept if group.prefills]
     pairs = [Group(group.prefills, _without(group.decodes, avoid)) for group in pairs]
-    last_resort = dataclasses.replace(wish, avoid=frozenset())
+    last_resort = msgspec.structs.replace(wish, avoid=frozenset())
     pair = _pick_ready(pairs, last_resort, rules)
     if pair is not None:
         return pair

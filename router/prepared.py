@@ -1,13 +1,12 @@
 """A client's request once it is checked: what is dispatched, choice by choice. Pure data."""
 
-from dataclasses import dataclass
+import msgspec
 
 from common.messages import Adapter, SamplingParams
 from router.text_stream import TextOptions
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceSpec:
+class ChoiceSpec(msgspec.Struct, frozen=True):
     """One choice to be dispatched."""
 
     prompt_ids: list[int]
@@ -23,8 +22,7 @@ class ChoiceSpec:
         return 0 if wish is None else len(self.prompt_ids) * (1 + wish)
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True):
     """A checked request. Choices of one prompt are neighbours."""
 
     choices: tuple[ChoiceSpec, ...]

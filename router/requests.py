@@ -123,8 +123,8 @@ class NewTokens(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     """Of prompt tokens 1, 2, ..., where they were asked for: once, with the first tokens."""
 
-    def ending(self, finish: StopReason | None) -> "NewTokens":
-        """The same, as the last ones or not."""
+    def ending(self, finish: StopReason) -> "NewTokens":
+        """The same, as the last ones."""
         return self if finish is self.finish else msgspec.structs.replace(self, finish=finish)
 
 
@@ -269,7 +269,12 @@ class Job:
     @property
     def held_tokens(self) -> int:
         """Tokens of KV it is counted with: those known and some room to grow."""
-        return held_tokens(self.known_tokens, self.sampling.max_tokens - len(self.output_ids))
+        return held_tokens(self.known_tokens, self.tokens_left)
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that may still come."""
+        return self.sampling.max_tokens - len(self.output_ids)
 
     @property
     def queue_key(self) -> tuple[int, int, int]:

@@ -92,9 +92,9 @@ class SseStream:
         await self.attention.wait()
         self.attention.clear()
         if self._first and not self.begun:
-            await self._within_time(self._begin())
+            await self._within_time(self._begin(), sum(map(len, self._first)))
         if self._is_slow:
-            await self._within_time(self._drain())
+            await self._within_time(self._drain(), HIGH_WATER)
 
     async def end(self, lines: bytes = b"") -> web.StreamResponse:
         """Send the last lines and close the answer.
@@ -102,7 +102,8 @@ class SseStream:
         Raises:
             SlowClientError: it was not read in time.
         """
-        await self._within_time(self._end(lines + DONE))
+        lines = b"".join((*self._first, lines, DONE))
+        await self._within_time(self._end(lines), len(lines))
         return self._response
 
     async def fail(self, error: ApiError) -> web.StreamResponse:
@@ -130,7 +131,12 @@ class SseStream:
         limit = max(HIGH_WATER, self._limits.max_unsent_bytes)
         return transport is not None and transport.get_write_buffer_size() > limit
 
-    async def _within_time(self, writing: Coroutine[Any, Any, None]) -> None:
+    async def _within_time(self, writing: Coroutine[Any, Any, None], size: int) -> None:
+        """`size`: bytes, about, that are written."""
+        transport = self._request.transport
+        if transport is not None and transport.get_write_buffer_size() + size < HIGH_WATER // 2:
+            await writing  # it fits into the transport's buffer and need not wait for the client
+            return
         try:
             async with asyncio.timeout(self._limits.send_timeout_s) as self._waiting:
                 await writing
@@ -157,7 +163,7 @@ class SseStream:
     async def _end(self, lines: bytes) -> None:
         if not self.begun:
             await self._response.prepare(self._request)
-        await self._response.write_eof(b"".join((*self._first, lines)))
+        await self._response.write_eof(lines)
 
     async def _cut_off(self, error: ApiError) -> None:
         """Write the error behind what the client has not read, and close."""

@@ -1,7 +1,6 @@
 """One choice on its way from tokens to text: what the client gets of each batch of tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
@@ -24,8 +23,7 @@ class Finish(StrEnum):
     ABORT = "abort"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextOptions:
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens become text."""
 
     stops: tuple[str, ...] = ()
@@ -44,8 +42,7 @@ class TextOptions:
         return bool(self.stops) or (self.calls is not None and self.calls.max_calls is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRecord:
+class TokenRecord(msgspec.Struct, frozen=True):
     """A token with its logprob and the place of its text in the choice's text."""
 
     token_id: int

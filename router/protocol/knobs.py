@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
+
+import msgspec
 
 from common.messages import Grammar, SamplingParams
 from router.errors import invalid
@@ -14,8 +16,7 @@ MAX_STOP_CHARACTERS = 1024
 _SEED_MASK = (1 << 63) - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Knobs:
+class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     """The user's wishes; None and empty mean the default. Named as OpenAI and vLLM do."""
 
     max_tokens: int | None = None
@@ -38,7 +39,7 @@ class Knobs:
     best_of: int | None = None
     grammar: Grammar | None = None
     """Checked: nodes can compile it."""
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = msgspec.field(default_factory=dict)
     """What this API calls a field, where it differs."""
 
     @property

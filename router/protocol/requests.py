@@ -4,10 +4,10 @@ Fields that would change the answer but are not done yet are listed, so that the
 instead of being overlooked (`refuse_unsupported`).
 """
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from router.errors import invalid
 from router.protocol.grammars import GuidedFields, Wish, sglang_wish

@@ -1,8 +1,9 @@
 """Response bodies of OpenAI's APIs, as plain objects for the JSON encoder."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from common.messages import TokenLogprob
 from router.generation import ChoiceResult, Generation
@@ -14,8 +15,7 @@ from router.tokens import TextCodec
 from router.tools.calls import CallDelta
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(msgspec.Struct, frozen=True):
     """What all bodies of a request share."""
 
     id: str

@@ -1,7 +1,5 @@
 """What a request asks for beside tokens: its place in the queue and its time. Pure."""
 
-from dataclasses import dataclass
-
 import msgspec
 
 from router.errors import invalid
@@ -10,8 +8,7 @@ MAX_PRIORITY = 2**31 - 1
 """Largest absolute value of `priority`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """Checked. The default is what a client gets that asks for nothing."""
 
     priority: int = 0

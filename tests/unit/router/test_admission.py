@@ -48,7 +48,7 @@ def finish(desk: Desk, job: Job) -> None:
 
 
 def check(admission: Admission, demand: Demand, backlog: Backlog, now: float = 1.0) -> None:
-    admission.check(demand, backlog, now)
+    admission.check_work(demand, backlog, now)
 
 
 # ---------------------------------------------------------------- the measure
@@ -100,17 +100,16 @@ def test_a_pace_lies_between_the_slowest_and_the_fastest(pieces: list[tuple[floa
 
 def backlog(**numbers: object) -> Backlog:
     plain: dict[str, object] = {
-        "unfinished": 1, "tokens_ahead": 0, "queued_tokens": 0, "held_tokens": 0,
-        "decode_tokens": 1000, "num_computing": 1, "idle": False,
+        "tokens_ahead": 0, "queued_tokens": 0, "held_tokens": 0, "decode_tokens": 1000,
+        "num_computing": 1,
     }  # fmt: skip
     return Backlog(**(plain | numbers))  # type: ignore[arg-type]
 
 
-def test_the_number_of_choices_is_bounded_also_while_idle() -> None:
+def test_the_number_of_choices_is_bounded() -> None:
     admission = Admission(limits(max_requests=4))
-    full = backlog(unfinished=2, idle=True)
-    check(admission, Demand(choices=2), full)
-    error = refused(lambda: check(admission, Demand(choices=3), full))
+    admission.check_count(2, 1.0, choices=2)
+    error = refused(lambda: admission.check_count(2, 1.0, choices=3))
     assert (error.status, error.code, error.retry_after_s) == (429, "overloaded", 1)
     assert "2 requests are unfinished" in error.message
     assert admission.refused == {Refusal.REQUESTS: 1}
@@ -148,12 +147,18 @@ def test_wanted_kv_is_compared_with_what_decode_nodes_hold() -> None:
 
 
 def test_what_can_start_at_once_is_not_refused() -> None:
-    admission = Admission(limits(max_queued_tokens=1, max_kv_oversubscription=0.001))
-    check(
-        admission,
-        Demand(prompt_tokens=10**6, kv_tokens=10**6),
-        backlog(tokens_ahead=10**6, queued_tokens=10**6, held_tokens=10**6, idle=True),
+    desk = Desk(
+        admission=limits(max_requests=4, max_queued_tokens=1, max_kv_oversubscription=0.001)
     )
+    running = desk.submit("running", prompt=60)
+    assert running.state is JobState.DISPATCHED
+    much = Demand(prompt_tokens=10**6, kv_tokens=10**6)
+    desk.dispatcher.check_room_for(much, 0, desk.now)
+    error = refused(lambda: desk.dispatcher.check_room_for(Demand(choices=4), 0, desk.now))
+    assert "1 requests are unfinished" in error.message  # the number counts also then
+    desk.submit("second", prompt=600)
+    desk.submit("third", prompt=600)
+    refused(lambda: desk.dispatcher.check_room_for(much, 0, desk.now))
 
 
 @given(st.integers(1, 10**9), st.floats(0.001, 10**6))
@@ -172,10 +177,9 @@ def test_those_refused_are_given_turns_at_the_pace_of_the_ends() -> None:
     admission.note_work(queued=True, unfinished=True, now=0.0)
     for i in range(1, 101):
         admission.note_end(1, i * 0.1)  # ten a second
-    full = backlog(unfinished=1)
 
     def retry_s(now: float) -> int | None:
-        return refused(lambda: check(admission, Demand(), full, now)).retry_after_s
+        return refused(lambda: admission.check_count(1, now)).retry_after_s
 
     told = [retry_s(10.0) for _ in range(40)]
     assert told[0] == 1

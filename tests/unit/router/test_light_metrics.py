@@ -1,10 +1,10 @@
-"""The light histogram says exactly what prometheus_client's own would."""
+"""The light metrics say exactly what prometheus_client's own would."""
 
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from router.histogram import LightHistogram
+from router.light_metrics import LightCounter, LightHistogram
 
 BOUNDS = (0.001, 0.5, 1, 30)
 
@@ -22,4 +22,23 @@ def test_it_shows_what_the_original_shows(values: list[float]) -> None:
     for value in values:
         theirs.observe(value)
         ours.observe(value)
+    assert shown(light) == shown(original)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", 'b"', ""]), st.integers(0, 9)), max_size=20))
+def test_a_counter_shows_what_the_original_shows(counts: list[tuple[str, int]]) -> None:
+    original, light = CollectorRegistry(), CollectorRegistry()
+    theirs = Counter("ends", "Ends.", ["how"], registry=original)
+    theirs_plain = Counter("all", "All.", registry=original)
+    ours = LightCounter("ends", "Ends.", light, ["how"])
+    ours_plain = LightCounter("all", "All.", light)
+    for how, count in counts:
+        theirs.labels(how).inc(count)
+        theirs_plain.inc(count)
+        ours.add(count, how)
+        ours_plain.add(count)
+    assert shown(light) == shown(original)
+    for how in {how for how, _ in counts}:
+        theirs.remove(how)
+        ours.remove(how)
     assert shown(light) == shown(original)

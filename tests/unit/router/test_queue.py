@@ -281,8 +281,8 @@ def test_a_client_that_leaves_frees_everything_in_every_state_and_is_not_replaye
     assert not desk.sent
     assert all(not ear(job).outputs for job in jobs.values())
     nothing = desk.dispatcher.backlog()
-    assert (nothing.unfinished, nothing.queued_tokens, nothing.held_tokens) == (0, 0, 0)
-    assert nothing.idle
+    assert (len(desk.dispatcher), nothing.queued_tokens, nothing.held_tokens) == (0, 0, 0)
+    assert desk.dispatcher.intake.is_idle()
 
 
 def test_clients_that_come_and_go_during_a_stall_leave_nothing_behind() -> None:

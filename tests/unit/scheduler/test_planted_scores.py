@@ -21,9 +21,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def decode_is_believed_before_prefill_has_told(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        "router.dispatcher.in_turn", lambda _job, _attempt, node, output: ((node, output),)
-    )
+    patch.setattr("router.dispatcher.in_turn", lambda _attempt, node, output: ((node, output),))
 
 
 def they_are_asked_for_again(patch: pytest.MonkeyPatch) -> None:
