@@ -80,6 +80,8 @@ async def serve(
     service = _service(config, random, end or asyncio.Event(), access.keys)
     names = ModelNames(config.model_name, config.model, service.adapters)
     grammars = GrammarChecks(model_path, info.vocab_size, config.grammar_timeout_s)
+    text = "Grammars that clients sent."
+    service.metrics.show("grammar_checks", text, "outcome", grammars.counts)
     preparer = Preparer(codec, info, service.registry, config, names, random, grammars)
     runner = _runner(_application(config, access, service, preparer), service)
     try:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -77,16 +77,20 @@ class GrammarChecks:
         self._reader: asyncio.Task[None] | None = None
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self.num_trials = 0
+        self.counts = Counter({"accepted": 0, "refused": 0, "unanswered": 0, "remembered": 0})
+        """Grammars that clients sent: by what came of their trial, or known from an earlier one."""
 
     async def checked(self, grammar: Grammar, field: str) -> Grammar:
         """See `Grammars`. Time spent waiting for others' trials counts."""
         if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
+            self.counts["refused"] += 1
             message = f"{field} has more than {MAX_GRAMMAR_CHARACTERS} characters"
             raise invalid(message, field, "grammar_too_large")
         verdict = self._verdicts.get(grammar)
         if verdict is None:
             verdict = await self._find_out(grammar)
         else:
+            self.counts["remembered"] += 1
             self._verdicts.move_to_end(grammar)
         if verdict.grammar is None:
             raise invalid(f"{field}: {verdict.problem}", field, "invalid_grammar")
@@ -118,7 +122,9 @@ class GrammarChecks:
             self._asking[grammar] = task
         answer = await asyncio.shield(task)
         if answer is None:
+            self.counts["unanswered"] += 1
             raise unavailable("the grammar could not be checked", "grammar_check")
+        self.counts["refused" if answer.grammar is None else "accepted"] += 1
         return answer
 
     async def _try_out(self, grammar: Grammar) -> Answer | None:

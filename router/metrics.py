@@ -68,6 +68,10 @@ class RouterMetrics:
         """Add numbers that are read when someone asks."""
         self.registry.register(collector)
 
+    def show(self, name: str, help_text: str, label: str, counts: Mapping[str, int]) -> None:
+        """Counts that somebody else keeps, for as long as this lives."""
+        self.attach(_Kept(name, help_text, label, counts))
+
     def on_tokens(self, count: int, waited_s: float, *, first: bool) -> None:
         """Some tokens of a job were accepted after a wait."""
         self._tokens_uncounted += count
@@ -112,6 +116,16 @@ class RouterMetrics:
         self._output_tokens.add(self._tokens_uncounted)
         self._tokens_uncounted = 0
         return generate_latest(self.registry)
+
+
+class _Kept(Collector):
+    """A counter whose values are elsewhere."""
+
+    def __init__(self, name: str, help_text: str, label: str, counts: Mapping[str, int]) -> None:
+        self._of = (name, help_text, label, counts)
+
+    def collect(self) -> Iterable[Metric]:
+        yield counter_family(*self._of)
 
 
 def _histogram(name: str, help_text: str, registry: CollectorRegistry) -> LightHistogram:

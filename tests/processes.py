@@ -21,6 +21,7 @@ import aiohttp
 import psutil
 
 from deploy.process import supervised_environment
+from router.config import RouterConfig
 from tests.integration.client import Client, client, eventually
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +39,10 @@ PAIRS_ONLY: Flags = {
 }  # fmt: skip
 """Flags of a router that gives every request to a prefill and a decode node, however short it is.
 Tests are of such clusters unless they say otherwise: most prompts in them are short."""
+
+BOTH_PATHS: Flags = {name: getattr(RouterConfig(), name) for name in PAIRS_ONLY}
+"""Flags of a router as it is by default: decode computes short prompts, and those it has mostly
+cached."""
 
 
 def free_ports(count: int) -> list[int]:

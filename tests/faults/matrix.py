@@ -278,12 +278,22 @@ class Arena:
 
 async def replays(session: Client) -> dict[str, int]:
     """How many attempts were followed by another so far, by cause."""
+    return await counts(session, "replays")
+
+
+async def paths(session: Client) -> dict[str, int]:
+    """How many attempts began on a pair of nodes, and on a decode node alone."""
+    return await counts(session, "attempts")
+
+
+async def counts(session: Client, name: str) -> dict[str, int]:
+    """A router's counter by its one label."""
     _, text = await session.get("/metrics")
     found = {}
     for line in text.splitlines():
-        name, _, value = line.rpartition(" ")
-        if name.startswith("pdserve_router_replays_total{"):
-            found[name.split('"')[1]] = int(float(value))
+        shown, _, value = line.rpartition(" ")
+        if shown.startswith(f"pdserve_router_{name}_total{{"):
+            found[shown.split('"')[1]] = int(float(value))
     return found
 
 

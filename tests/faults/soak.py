@@ -22,7 +22,7 @@ from typing import Any
 import aiohttp
 
 from tests.faults.load import End, Stream, Work, follow
-from tests.faults.matrix import replays
+from tests.faults.matrix import paths, replays
 from tests.faults.memory import MemoryWatch
 from tests.integration.client import Client, client
 from tests.integration.lora_rig import GUEST, in_use, try_load, try_unload
@@ -102,6 +102,8 @@ class SoakReport:
     adapters_in_use: dict[str, int]
     """Adapter -> requests that nodes still count then."""
     replays: dict[str, int]
+    paths: dict[str, int]
+    """Attempts by the way they took."""
     memory: MemoryWatch
 
     def problems(self) -> list[str]:
@@ -124,6 +126,7 @@ class SoakReport:
             f"faults: {_counts(tally.faults)}; caches emptied {tally.flushes} times",
             "an adapter that came and went: " + _counts(tally.verbs),
             "replays: " + _counts(self.replays),
+            "attempts: " + _counts(self.paths),
             *self.memory.lines(),
             *(f"error: {line}" for line in tally.errors[:ERRORS_SHOWN]),
             *self.problems(),
@@ -151,6 +154,7 @@ class Soak:
         self._aborting = False
         """A pause that aborts everything is in force, or was while requests still ran."""
         self._replays: Counter[str] = Counter()
+        self._paths: Counter[str] = Counter()
 
     async def run(self) -> SoakReport:
         """Until the time is over and everything is quiet again."""
@@ -171,10 +175,11 @@ class Soak:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         leaked = await self._leaked()
-        self._replays.update(await self._replays_now())
+        await self._note_counts()
         async with client(self._fleet.url) as session:
             users = await in_use(session)
-        return SoakReport(self._tally, leaked, users, dict(self._replays), memory)
+        replayed, attempts = dict(self._replays), dict(self._paths)
+        return SoakReport(self._tally, leaked, users, replayed, attempts, memory)
 
     # ------------------------------------------------------------ clients
 
@@ -279,7 +284,7 @@ class Soak:
                 await self._kill(victim)
             case Kind.ROUTER:
                 victim = self._fleet.routers[0]
-                self._replays.update(await self._replays_now())
+                await self._note_counts()
                 await self._kill(victim)
         self._tally.faults[f"{kind.value} {victim.role}"] += 1
 
@@ -320,9 +325,11 @@ class Soak:
             infos = [await session.node_info(node) for node in await session.nodes()]
         return {info["name"]: _missing(info["stats"]) for info in infos}
 
-    async def _replays_now(self) -> dict[str, int]:
+    async def _note_counts(self) -> None:
+        """Those of the router, which end with it."""
         async with client(self._fleet.url) as session:
-            return await replays(session)
+            self._replays.update(await replays(session))
+            self._paths.update(await paths(session))
 
 
 def _missing(stats: dict[str, Any]) -> int:

@@ -12,7 +12,7 @@ from tests.faults.soak import Soak, SoakReport, SoakSettings
 from tests.integration.client import client
 from tests.integration.lora_rig import GUEST, Wardrobe, load, make_wardrobe
 from tests.integration.oracle import random_prompt
-from tests.processes import Fleet, fleet
+from tests.processes import BOTH_PATHS, Fleet, fleet
 from tests.tiny_models import make_tiny_model
 
 WORKS_EACH = 12
@@ -36,7 +36,9 @@ def run_soak(
     chance = random.Random(settings.seed)
     trunk = random_prompt(chance, TRUNK_TOKENS)
     works = wardrobe.works(chance, WORKS_EACH, (1, 200), (10, 120), trunk=trunk)
-    with fleet(model, prefill=2, decode=2, node_flags=NODE_FLAGS, router_flags=PATIENT) as running:
+    with fleet(
+        model, prefill=2, decode=2, node_flags=NODE_FLAGS, router_flags={**PATIENT, **BOTH_PATHS}
+    ) as running:
         if say is not None:
             say(f"{len(works)} answers known, {len(running.members)} processes ready")
         return asyncio.run(_soak(running, wardrobe, works, settings))

@@ -21,6 +21,7 @@ def test_two_minutes_of_random_faults(tmp_path: Path) -> None:
     assert not report.tally.errors, shown
     assert report.tally.requests > 50, shown
     assert report.tally.faults.total() >= 5, shown
+    assert min(report.paths.values()) > 20, shown
     slopes = report.memory.slopes()
     assert set(slopes) == {"router", "prefill", "decode"}, shown
     assert max(slopes.values()) < STEEPEST_MIB_PER_H, shown

@@ -96,6 +96,7 @@ def test_hostile_grammars_are_refused_in_bounded_time(tiny_folder: Path, name: s
         assert len(error.message) < 400
         assert taken < 20 * CHECK_CPU_S, "bounded by processor time, on however busy a machine"
         assert await checks.checked(REGEX, "after") == REGEX
+        assert checks.counts == {"accepted": 1, "refused": 1, "remembered": 1, "unanswered": 0}
 
     in_checks(tiny_folder, scenario)
 

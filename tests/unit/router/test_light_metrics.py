@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from router.light_metrics import LightCounter, LightHistogram
+from router.metrics import RouterMetrics
 
 BOUNDS = (0.001, 0.5, 1, 30)
 
@@ -42,3 +43,10 @@ def test_a_counter_shows_what_the_original_shows(counts: list[tuple[str, int]]) 
         theirs.remove(how)
         ours.remove(how)
     assert shown(light) == shown(original)
+
+
+def test_counts_that_are_kept_elsewhere_are_read_when_somebody_asks() -> None:
+    metrics, counts = RouterMetrics(), {"good": 1}
+    metrics.show("trials", "Trials.", "outcome", counts)
+    counts["good"] = 3
+    assert 'pdserve_router_trials_total{outcome="good"} 3.0' in metrics.text().decode()

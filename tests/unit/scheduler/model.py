@@ -8,10 +8,10 @@ adapter at any position.
 
 import itertools
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
-from common.messages import Incarnation, Room, TokenLogprob
+from common.messages import Grammar, Incarnation, Room, TokenLogprob
 from common.plan import Batch, BatchResult, Row, Sample, Write
 
 VOCAB = 97
@@ -91,10 +91,14 @@ class FakeRunner:
     own tokens make it, whoever's fault that is, everything computed from there on is garbage.
     """
 
-    def __init__(self, memory: Memory, lora_slots: Mapping[int, str]) -> None:
-        """`lora_slots`: slot -> digest of what is in it; without those that are being filled."""
+    def __init__(
+        self, memory: Memory, lora_slots: Mapping[int, str], grammars: Set[Grammar] = frozenset()
+    ) -> None:
+        """`lora_slots`: slot -> digest of what is in it; without those that are being filled.
+        `grammars`: those that are compiled."""
         self.memory = memory
         self.lora_slots = lora_slots
+        self.grammars = grammars
         self.told: dict[int, Told] = {}
         self.fail_next = False
 
@@ -111,6 +115,9 @@ class FakeRunner:
         if row.init is not None:
             known = [*row.init.prompt_ids, *row.init.output_ids]
             self.told[row.slot] = Told(tokens=known[: row.start])
+            grammar = row.init.sampling.grammar
+            if grammar is not None and grammar not in self.grammars:
+                raise Violation("computed before its grammar was compiled")
         told = self.told[row.slot]
         used = -(-row.start // PAGE)
         fresh = row.new_pages[max(0, used - len(told.table)) :]

@@ -17,6 +17,8 @@ from common.messages import (
     Failed,
     Generate,
     Goodbye,
+    Grammar,
+    GrammarKind,
     Heartbeat,
     Hello,
     Incarnation,
@@ -118,12 +120,15 @@ class RealRouter:
         client.adapter = adapter
         listening = Listening(client)
         self._listening.append(listening)
-        client.wants_scores = len(self._listening) % 3 == 0
+        count = len(self._listening)
+        client.wants_scores = count % 3 == 0
+        grammar = Grammar(GrammarKind.REGEX, f"a{{{count}}}") if count % 4 == 0 else None
         sampling = SamplingParams(
             max_tokens=max_tokens,
             seed=1,
             stop_token_ids=stop,
             prompt_logprobs=0 if client.wants_scores else None,
+            grammar=grammar,
         )
         listening.job = self.dispatcher.submit(
             client.rid, "", prompt, sampling, listening, self.world.now, adapter=adapter

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from common.grammar.desk import GrammarDesk
 from common.lifecycle import State
 from common.messages import (
     Abort,
@@ -35,7 +36,10 @@ from tests.unit.scheduler.harness import (
     prefill,
     running,
 )
+from tests.unit.scheduler.model import Violation
 from tests.unit.scheduler.node_settings import FINGERPRINT
+from tests.unit.scheduler.real_router import RealRouter
+from tests.unit.scheduler.test_fuzz import run
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "a+")
 
@@ -187,3 +191,15 @@ def test_decode_alone_computes_no_prompt_before_it_has_the_grammar() -> None:
     plan = node.step()
     assert plan.batch is not None
     assert [row.start for row in plan.batch.rows] == [0]
+
+
+def test_the_fuzz_notices_who_does_not_wait_for_its_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fuzz() -> None:
+        for seed in range(20):
+            run(seed, router=RealRouter)
+
+    monkeypatch.setattr(GrammarDesk, "ready", lambda _desk, _req: True)
+    with pytest.raises(Violation, match="before its grammar was compiled"):
+        fuzz()

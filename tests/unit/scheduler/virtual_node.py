@@ -10,6 +10,7 @@ from common.messages import Incarnation, LoadAdapter, UnloadAdapter
 from common.modes import PauseMode
 from common.plan import CacheChanged
 from common.scheduler import Scheduler
+from tests.unit.scheduler.compiler import FakeCompiler
 from tests.unit.scheduler.loader import FakeLoader
 from tests.unit.scheduler.model import FakeRunner, Memory, Violation
 
@@ -20,6 +21,7 @@ class Node:
     memory: Memory
     runner: FakeRunner
     loader: FakeLoader
+    compiler: FakeCompiler
     inbox: deque[FromRouter | RouterLost] = field(default_factory=deque)
     facts: list[Any] = field(default_factory=list)
     frozen_until: float = 0.0

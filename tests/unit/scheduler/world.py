@@ -38,6 +38,7 @@ from decode_node.scheduler import DecodeScheduler
 from prefill_node.scheduler import PrefillScheduler
 from tests.unit.scheduler.adapters import Adapters
 from tests.unit.scheduler.client import ModelRouter
+from tests.unit.scheduler.compiler import FakeCompiler
 from tests.unit.scheduler.loader import Disk, FakeLoader
 from tests.unit.scheduler.model import FakeRunner, Memory, PostedWrite, Violation
 from tests.unit.scheduler.network import Network, memory
@@ -113,7 +114,9 @@ class World:
     def _add(self, name: Incarnation, scheduler: Scheduler[Any]) -> Incarnation:
         memory = Memory(self.pages)
         loader = FakeLoader(self.disk, self.random, scheduler.settings)
-        self.nodes[name] = Node(scheduler, memory, FakeRunner(memory, loader.slots), loader)
+        compiler = FakeCompiler(self.random)
+        runner = FakeRunner(memory, loader.slots, compiler.ready)
+        self.nodes[name] = Node(scheduler, memory, runner, loader, compiler)
         return name
 
     def prefills(self) -> list[Incarnation]:
@@ -189,6 +192,8 @@ class World:
             scheduler.change_adapters(*node.verbs.popleft())
         for event in node.loader.poll(self.now):
             scheduler.on_adapter(event, self.now)
+        for compiled in node.compiler.poll(self.now):
+            scheduler.on_grammar(compiled, self.now)
         facts, node.facts = node.facts, []
         for fact in facts:
             if isinstance(fact, FromPeer | PeerClosed | PeerProbed):
@@ -202,6 +207,7 @@ class World:
             self._send(name, message)
         node.check_told()
         node.loader.submit(plan.adapters, self.now)
+        node.compiler.submit(plan.grammars, self.now)
         self.adapters.on_answers(name, plan.answers)
         if scheduler.leave.may_end(self.now, is_empty=scheduler.is_empty):
             self._leave(name)
@@ -238,6 +244,7 @@ class World:
             and not node.scheduler.unfinished()
             and not node.scheduler.leave.under_way
             and node.loader.is_idle
+            and node.compiler.is_idle
             for node in self.nodes.values()
         )
 
