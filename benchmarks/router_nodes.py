@@ -15,6 +15,7 @@ import statistics
 import time
 from array import array
 from collections import deque
+from dataclasses import replace
 from random import Random
 
 from common.messages import (
@@ -39,7 +40,7 @@ from router.dispatcher import Dispatcher
 from router.limits import Limits
 from router.nodes import NodeRegistry
 from router.page_keys import Lineage, PageKeys
-from router.policies import make_choice
+from router.policies import COMPUTE_WEIGHT, make_choice
 from router.requests import Job, Output
 
 ME = "router"
@@ -78,8 +79,8 @@ class Cluster:
         self.deaf = Deaf()
         self.dispatcher = Dispatcher(
             self.registry,
-            limits,
-            choose_prefill=make_choice(policy, self.random),
+            replace(limits, waits_for_cached=policy == "cache_aware"),
+            choose_prefill=make_choice(policy, self.random, COMPUTE_WEIGHT),
             choose_decode=make_choice(policy, self.random),
             random=self.random,
             cache=self.cache,
