@@ -111,6 +111,8 @@ class GrammarChecks:
             process.kill()
             await process.wait()
         await self._reader
+        with suppress(ConnectionError):  # the pipe's own end, before that of the event loop
+            await process.stdin.wait_closed()
 
     # ------------------------------------------------------------ asking
 
