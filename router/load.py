@@ -251,6 +251,7 @@ class LoadBook:
 
     def settle(self, tokens_per_s: float) -> None:
         """Bring all candidates up to date. `tokens_per_s`: at which a node computes prompts."""
+        self._recent[DisaggregationMode.PREFILL].pace(tokens_per_s)
         ahead = max(LOOK_AHEAD_TOKENS, int(LOOK_AHEAD_S * tokens_per_s))
         if abs(ahead - self._ahead) > self._ahead * AHEAD_TOLERANCE:
             self._ahead = ahead

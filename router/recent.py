@@ -1,13 +1,18 @@
 """What the nodes of one role were given of late, in tokens of work. Pure.
 
 It tells which nodes have had more than their share, also when all have finished and none has any
-load. What is older than the window fades: all counts are halved when they have filled it.
+load. What is older than the window fades: all counts are halved when they have filled it. The
+window follows the pace of the nodes: how much more work than others is too much is a matter of the
+seconds that it takes, and those are many for few tokens where nodes are slow.
 """
 
 from router.policies import Candidate
 
 WINDOW_TOKENS = 32_768
-"""Tokens for each node, on average, that are remembered in full."""
+"""Most tokens for each node, on average, that are remembered in full."""
+LEAST_WINDOW_TOKENS = 4096
+WINDOW_S = 4.0
+"""A window holds as much as a node computes in so many seconds, within these two."""
 
 
 class RecentWork:
@@ -16,6 +21,12 @@ class RecentWork:
     def __init__(self) -> None:
         self._nodes: set[Candidate] = set()
         self._total = 0.0
+        self._window = WINDOW_TOKENS
+
+    def pace(self, tokens_per_s: float) -> None:
+        """What a node computes; 0 while that is not known."""
+        seconds = int(WINDOW_S * tokens_per_s) if tokens_per_s else WINDOW_TOKENS
+        self._window = min(WINDOW_TOKENS, max(LEAST_WINDOW_TOKENS, seconds))
 
     def join(self, node: Candidate) -> None:
         """A node that is new begins with as much as the others have: it has missed nothing."""
@@ -27,7 +38,7 @@ class RecentWork:
         """A node was given work."""
         node.recent += tokens
         self._total += tokens
-        if self._total > WINDOW_TOKENS * len(self._nodes):
+        while self._total > self._window * len(self._nodes):
             for other in self._nodes:
                 other.recent /= 2
             self._total /= 2
