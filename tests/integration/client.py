@@ -134,8 +134,11 @@ class Client:
         return sum(info["stats"].get("counters", {}).get(name, 0) for info in infos)
 
     async def all_idle(self) -> bool:
-        """No node holds a request or a page."""
-        infos = [await self.node_info(node) for node in await self.nodes()]
+        """No node holds a request or a page, and none that died is still in the router's list."""
+        try:
+            infos = [await self.node_info(node) for node in await self.nodes()]
+        except aiohttp.ClientConnectionError:
+            return False
         return all(is_idle(info["stats"]) for info in infos)
 
     async def wait_idle(self, timeout_s: float = 30.0) -> None:
