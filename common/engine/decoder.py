@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.engine.attention.base import AttentionBackend, Metadata
+from common.engine.attention.base import AttentionBackend, Metadata, Rotation
 from common.engine.linear import Linear, LinearFactory
 from common.engine.lora.apply import LoraBatch
 from common.engine.lora.targets import Product
-from common.engine.rope import RopeFrequencies, RopeTable, rotate_
+from common.engine.rope import RopeFrequencies, RopeTable
 from common.engine.spec import ModelSpec
 
 
@@ -123,7 +123,6 @@ class Layer:
         self, number: int, spec: ModelSpec, weights: LayerWeights, linears: LinearFactory
     ) -> None:
         self._number = number
-        self._heads = spec.num_heads
         self._qk_heads = spec.num_heads + spec.num_kv_heads
         self._head_dim = spec.head_dim
         self._eps = spec.rms_norm_eps
@@ -135,21 +134,18 @@ class Layer:
         self._gate_up = linears.make(weights.gate_up, weights.gate_up_bias, wide=True)
         self._down = linears.make(weights.down, weights.down_bias)
 
-    def project(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, lora: LoraBatch | None
-    ) -> tuple[Tensor, Tensor]:
-        """Rotated query [tokens, heads, head_dim] and key-value [tokens, 2 * kv heads, ...]."""
+    def project(self, hidden: Tensor, lora: LoraBatch | None) -> Tensor:
+        """Query, key and value, not rotated: [tokens, heads + 2 * kv heads, head_dim]."""
         normed = functional.rms_norm(hidden, self._input_norm.shape, self._input_norm, self._eps)
         fused = self._qkv(normed)
         if lora is not None:
             lora.add(self._number, Product.QKV, normed, fused)
         qkv = fused.view(hidden.shape[0], -1, self._head_dim)
-        query_key = qkv[:, : self._qk_heads]
         if self._qk_norm is not None:
+            query_key = qkv[:, : self._qk_heads]
             normed = functional.rms_norm(query_key, (self._head_dim,), None, self._eps)
             torch.mul(normed, self._qk_norm, out=query_key)
-        rotate_(query_key, cos, sin)
-        return qkv[:, : self._heads], qkv[:, self._heads :]
+        return qkv
 
     def finish(self, hidden: Tensor, attended: Tensor, lora: LoraBatch | None) -> Tensor:
         """Output projection, MLP and both residuals; `hidden` is updated in place."""
@@ -196,21 +192,20 @@ class Decoder:
     def forward(
         self,
         token_ids: Tensor,
-        rotation: tuple[Tensor, Tensor],
+        rotation: Rotation,
         attention: AttentionBackend[Metadata],
         metadata: Metadata,
         lora: LoraBatch | None = None,
     ) -> Tensor:
         """One pass over `token_ids` [tokens]; gives the last layer's [tokens, hidden_size].
 
-        `rotation` are (cos, sin) of each token's position. `lora` says what adapters change;
+        `rotation` is that of each token's position. `lora` says what adapters change;
         without it this is the base model.
         """
         hidden = self._embedding.index_select(0, token_ids)
-        cos, sin = rotation
         for number, layer in enumerate(self._layers):
-            query, kv = layer.project(hidden, cos, sin, lora)
-            attended = attention.forward(number, query, kv, metadata)
+            qkv = layer.project(hidden, lora)
+            attended = attention.forward(number, qkv, rotation, metadata)
             hidden = layer.finish(hidden, attended, lora)
         return hidden
 

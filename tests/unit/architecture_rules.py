@@ -43,6 +43,7 @@ ROUTER_ALLOWED = ("common.kv_cache.hashing",)
 
 TORCH_HOMES = ("common/engine/*", "common/kv_cache/storage.py")
 NIXL_HOMES = ("transfer/nixl.py",)
+TRITON_HOMES = ("common/engine/kernels/*",)
 GRAMMAR_HOMES = ("common/grammar/*",)
 MODE_HOMES = ("deploy/node.py",)
 
@@ -180,6 +181,10 @@ def stray_nixl(sources: Sources) -> list[str]:
     return _stray(sources, "nixl", NIXL_HOMES)
 
 
+def stray_triton(sources: Sources) -> list[str]:
+    return _stray(sources, "triton", TRITON_HOMES)
+
+
 def _stray(sources: Sources, module: str, homes: tuple[str, ...]) -> list[str]:
     return [
         f"{source.path}:{line}: {module} belongs in {', '.join(homes)} only"
@@ -257,6 +262,6 @@ def too_long(sources: Sources) -> list[str]:
 
 
 RULES: tuple[Rule, ...] = (
-    wrong_arrows, impure_router, stray_torch, stray_nixl, stray_llguidance, impure_decisions,
-    modes_looked_at, shapeless_names, too_long,
+    wrong_arrows, impure_router, stray_torch, stray_nixl, stray_triton, stray_llguidance,
+    impure_decisions, modes_looked_at, shapeless_names, too_long,
 )  # fmt: skip

@@ -1,8 +1,9 @@
 """What every attention backend implements.
 
 A backend plans once a step, from which token belongs where, and then computes each layer with that
-metadata. It writes the step's keys and values into the paged cache and attends to everything the
-cache holds of each sequence, the new tokens included.
+metadata. It rotates the step's queries and keys, writes keys and values into the paged cache and
+attends to everything the cache holds of each sequence, the new tokens included. These belong
+together because a GPU does the first two in one pass over the projection.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,9 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 Metadata = TypeVar("Metadata")
+
+Rotation = tuple[Tensor, Tensor]
+"""(cos, sin) of each token's position, [tokens, 1, head_dim] each, as `RopeTable.at` gives them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +48,11 @@ class AttentionBackend(Protocol[Metadata]):
         """Index work that is the same for all layers; done once a step."""
         ...
 
-    def forward(self, layer: int, query: Tensor, kv: Tensor, metadata: Metadata) -> Tensor:
-        """Store `kv` and attend.
+    def forward(self, layer: int, qkv: Tensor, rotation: Rotation, metadata: Metadata) -> Tensor:
+        """Rotate query and key, store key and value, attend.
 
-        `query` [tokens, num_heads, head_dim] and `kv` [tokens, 2 * num_kv_heads, head_dim] (all
-        keys, then all values) are rotated already and may be strided views of one projection.
-        Gives [tokens, num_heads * head_dim].
+        `qkv` [tokens, num_heads + 2 * num_kv_heads, head_dim] (all queries, all keys, all values)
+        is not rotated yet and may be overwritten; it may be a strided view. Gives
+        [tokens, num_heads * head_dim].
         """
         ...

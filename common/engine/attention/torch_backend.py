@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.engine.attention.base import AttentionBatch, Span
+from common.engine.attention.base import AttentionBatch, Rotation, Span
+from common.engine.rope import rotate_
 from common.kv_cache.storage import PagedKVCache
 
 QUERY_TILE = 64
@@ -92,8 +93,12 @@ class TorchAttention:
             windows={window: self._plan_window(batch, window) for window in set(self._windows)},
         )
 
-    def forward(self, layer: int, query: Tensor, kv: Tensor, metadata: TorchMetadata) -> Tensor:
-        self._cache.store(layer, metadata.store, kv)
+    def forward(
+        self, layer: int, qkv: Tensor, rotation: Rotation, metadata: TorchMetadata
+    ) -> Tensor:
+        rotate_(qkv[:, : self._num_heads + self._cache.num_kv_heads], *rotation)
+        query = qkv[:, : self._num_heads]
+        self._cache.store(layer, metadata.store, qkv[:, self._num_heads :])
         plan = metadata.windows[self._windows[layer]]
         if not plan.chunks and len(plan.decodes) == 1 and plan.decodes[0].rows is None:
             return self._decode(layer, query, plan.decodes[0])
