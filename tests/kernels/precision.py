@@ -30,6 +30,18 @@ BOUNDS: dict[tuple[str, torch.dtype], Bound] = {
     ("rope", torch.float32): Bound(2**-22, 2**-22),
     ("rope", torch.float16): Bound(2**-10, 2**-20),
     ("rope", torch.bfloat16): Bound(2**-7, 2**-20),
+    # A sum of squares and its root in float32, then one rounding.
+    ("rms_norm", torch.float32): Bound(2**-20, 2**-30),
+    ("rms_norm", torch.float16): Bound(2**-10, 2**-20),
+    ("rms_norm", torch.bfloat16): Bound(2**-7, 2**-20),
+    # One sum, one rounding.
+    ("sum", torch.float32): Bound(2**-23, 0.0),
+    ("sum", torch.float16): Bound(2**-10, 2**-24),
+    ("sum", torch.bfloat16): Bound(2**-7, 0.0),
+    # An exponential and two products in float32, then one rounding.
+    ("silu_mul", torch.float32): Bound(2**-20, 2**-30),
+    ("silu_mul", torch.float16): Bound(2**-10, 2**-20),
+    ("silu_mul", torch.bfloat16): Bound(2**-7, 2**-20),
     # Values are averaged, of magnitude about 1: probabilities are rounded to the values' dtype
     # before the second product, the average once more when it is stored.
     ("attention", torch.float32): Bound(2**-18, 2**-18),

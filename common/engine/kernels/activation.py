@@ -1,4 +1,4 @@
-"""SiLU of one half of the fused gate-and-up product, times the other half (SwiGLU; Shazeer, 2020)."""
+"""SiLU of the gate half of the fused product, times the up half (SwiGLU; Shazeer, 2020)."""
 
 import torch
 import triton

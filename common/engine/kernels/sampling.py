@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from common.engine.kernels.tuning import INTERPRETED
 from common.engine.kernels.token_search import (
     above,
+    finite,
     in_order,
     largest_key,
     mass_of,
@@ -32,6 +32,7 @@ from common.engine.kernels.token_search import (
     scaled,
     value_of,
 )
+from common.engine.kernels.tuning import INTERPRETED
 
 MODE, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, CHOICE, INDEX = range(8)
 """Columns of `parameters`: see `draw_tokens`."""
@@ -63,7 +64,8 @@ def _best(logits, row, real, row_stride, temperature, vocab, BLOCK: tl.constexpr
         better = most > best
         token = tl.where(better, start + where, token)
         best = tl.where(better, most, best)
-    return best, token
+    # Nothing but minus infinity: whatever is drawn, it is not looked for among what is no number.
+    return tl.maximum(best, -3.4e38), token
 
 
 @triton.jit
@@ -103,6 +105,7 @@ def _kept_by_rank(
         kept = better + (top_k - count) * mass_of(value_of(key), best)
         mass = tl.where(top_k > 0, tl.minimum(mass, kept), mass)
     if tl.max((top_p != 0).to(tl.int32)) > 0:
+        # The fewest that weigh at least top_p's share: `top_p` is one less than it, so exactly.
         target = tl.where(top_p != 0, _share(top_p, mass) + 1, 0)
         key = largest_key(
             logits, listed, row, real, row_stride, capacity, temperature, best, target, listing,
@@ -162,7 +165,7 @@ def _draw_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     real = row < num_rows
-    of_row = parameters + row * 8
+    of_row = parameters + row * 8  # columns as numbers: see above
     mode = tl.load(of_row, mask=real, other=0)
     if tl.max(mode) > 0:
         drawing = mode == 2
@@ -208,7 +211,7 @@ def _split_argmax_kernel(
         offsets = start + tl.arange(0, BLOCK)
         inside = offsets < vocab
         value = tl.load(logits + row * row_stride + offsets, mask=inside, other=float("-inf"))
-        best, where = tl.max(value.to(tl.float32), axis=0, return_indices=True)
+        best, where = tl.max(finite(value.to(tl.float32)), axis=0, return_indices=True)
         place = tl.where(best > most, start + where, place)
         most = tl.maximum(most, best)
     index = row * tl.num_programs(1) + split
@@ -226,18 +229,20 @@ def _join_argmax_kernel(values, places, tokens, splits, SPLITS: tl.constexpr):
     tl.store(tokens + row, tl.load(places + row * splits + best).to(tl.int64))
 
 
-def argmax_tokens(logits: Tensor, *, out: Tensor | None = None) -> Tensor:
+def argmax_tokens(
+    logits: Tensor, *, out: Tensor | None = None, split: int = SPLIT, block: int = BLOCK
+) -> Tensor:
     """The best token of each row of `logits` [rows, vocab_size], int64; of equals the first."""
     rows, vocab = logits.shape
     assert logits.stride(1) == 1
     if out is None:
         out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    splits = triton.cdiv(vocab, SPLIT)
+    splits = triton.cdiv(vocab, split)
     values = torch.empty((rows, splits), dtype=torch.float32, device=logits.device)
     places = torch.empty((rows, splits), dtype=torch.int32, device=logits.device)
-    block = min(BLOCK, triton.next_power_of_2(vocab))
+    block = min(block, split, triton.next_power_of_2(vocab))
     _split_argmax_kernel[(rows, splits)](
-        logits, values, places, vocab, logits.stride(0), SPLIT=SPLIT, BLOCK=block, num_warps=8
+        logits, values, places, vocab, logits.stride(0), SPLIT=split, BLOCK=block, num_warps=8
     )
     _join_argmax_kernel[(rows,)](
         values, places, out, splits, SPLITS=triton.next_power_of_2(splits), num_warps=1
@@ -251,6 +256,7 @@ def draw_tokens(
     *,
     out: Tensor | None = None,
     capacity: int = CAPACITY,
+    block: int = BLOCK,
     rows_a_program: int = ROWS_INTERPRETED if INTERPRETED else 1,
 ) -> Tensor:
     """One token a row of `logits` [rows, vocab_size], as [rows] int64, in one launch.
@@ -260,7 +266,7 @@ def draw_tokens(
         MODE         SKIP leaves the row's token as it is, GREEDY takes the best, DRAW draws
         TEMPERATURE  the bits of a positive float32
         TOP_K        0 keeps all
-        TOP_P        2^64 times it, as the bits of a uint64; 0 keeps all
+        TOP_P        2^64 times it, less one, as the bits of a uint64; 0 keeps all
         MIN_P        the bits of its logarithm in float32; minus infinity keeps all
         SEED, CHOICE, INDEX   as `philox.uniform` takes them, modulo 2^64
 
@@ -276,8 +282,8 @@ def draw_tokens(
     capacity = min(capacity, vocab)
     listed = torch.empty((rows, capacity), dtype=torch.float32, device=logits.device)
     ids = torch.empty((rows, capacity), dtype=torch.int32, device=logits.device)
-    together = min(rows_a_program, triton.next_power_of_2(rows))
-    block = min(BLOCK, triton.next_power_of_2(vocab))
+    together = min(rows_a_program, triton.next_power_of_2(max(1, rows)))
+    block = min(block, triton.next_power_of_2(vocab))
     _draw_kernel[(triton.cdiv(rows, together),)](
         logits, parameters, out, listed, ids, rows, vocab, logits.stride(0), capacity,
         ROWS=together, BLOCK=block, num_warps=16,

@@ -12,6 +12,13 @@ ONE = tl.constexpr(1 << 44)
 """The mass of the best token."""
 LOWEST = tl.constexpr(-(1 << 31))
 HIGHEST = tl.constexpr((1 << 31) - 1)
+LARGEST = tl.constexpr(3.4e38)
+
+
+@triton.jit
+def finite(value):
+    """What is no number, or infinite, becomes the largest: it wins, and its row still ends."""
+    return tl.minimum(value, LARGEST)
 
 
 @triton.jit
@@ -20,7 +27,7 @@ def scaled(logits, row, real, row_stride, temperature, offsets, size):
     inside = real[:, None] & (offsets < size)
     place = logits + row[:, None] * row_stride + offsets
     value = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
-    return tl.div_rn(value, tl.broadcast_to(temperature[:, None], value.shape))
+    return finite(tl.div_rn(value, tl.broadcast_to(temperature[:, None], value.shape)))
 
 
 @triton.jit
@@ -35,7 +42,7 @@ def _read(
         logits + row[:, None] * row_stride + offsets, mask=inside & ~listing[:, None], other=0.0
     )
     divided = tl.div_rn(whole.to(tl.float32), tl.broadcast_to(temperature[:, None], whole.shape))
-    return tl.where(listing[:, None], short, divided), inside
+    return tl.where(listing[:, None], short, finite(divided)), inside
 
 
 @triton.jit

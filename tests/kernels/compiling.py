@@ -1,0 +1,111 @@
+"""`python -m tests.kernels.compiling 80 90`: compile the kernels in the table for these GPUs.
+
+Says for each how many registers and bytes of shared memory a program takes; one that spills
+registers, or does not compile, makes the exit code 1.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from common.engine.kernels import activation, norm, sampling
+
+POINTERS = {"bf16": "*bf16", "f32": "*fp32", "i32": "*i32", "i64": "*i64"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel as it is launched for a large model."""
+
+    kernel: Any
+    pointers: Mapping[str, str]
+    """By parameter: the dtype behind it, as in `POINTERS`. All others are int32 but `floats`."""
+    constants: Mapping[str, Any]
+    num_warps: int
+    floats: tuple[str, ...] = ("eps",)
+    spills: int = 0
+    """Bytes a thread may put aside."""
+    options: Mapping[str, int] = field(default_factory=dict)
+
+    def compile(self, capability: int) -> str:
+        """What it takes; raises where it does not compile, or spills."""
+        names = self.kernel.arg_names
+        signature = {name: self._type(name) for name in names}
+        constexprs = {
+            (place,): self.constants[name]
+            for place, name in enumerate(names)
+            if name in self.constants
+        }
+        source = ASTSource(self.kernel, signature, constexprs)
+        options = {"num_warps": self.num_warps, **self.options}
+        target = GPUTarget("cuda", capability, 32)
+        compiled = triton.compile(source, target=target, options=options)
+        registers, spilled = _resources(compiled.asm["cubin"])
+        assert spilled <= self.spills, f"{self.kernel.__name__} spills {spilled} bytes"
+        shared = compiled.metadata.shared
+        return (
+            f"{self.kernel.__name__} compiles for sm_{capability}: {registers} registers,"
+            f" {shared} bytes shared, {spilled} bytes spilled"
+        )
+
+    def _type(self, name: str) -> str:
+        if name in self.constants:
+            return "constexpr"
+        if name in self.pointers:
+            return POINTERS[self.pointers[name]]
+        return "fp32" if name in self.floats else "i32"
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack) of a thread, as the disassembler says."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+)", said), re.search(r"STACK:(\d+)", said)
+    assert registers is not None, said
+    assert stack is not None, said
+    return int(registers[1]), int(stack[1])
+
+
+_ROWS = {"x": "bf16", "delta": "bf16", "weight": "bf16", "out": "bf16", "fused": "bf16"}
+_DRAWS = {
+    "logits": "bf16", "parameters": "i64", "tokens": "i64", "listed": "f32", "ids": "i32",
+    "values": "f32", "places": "i32",
+}  # fmt: skip
+
+ENTRIES: tuple[Entry, ...] = (
+    Entry(norm._rms_norm_kernel, _ROWS, {"HAS_DELTA": True, "HAS_WEIGHT": True, "BLOCK": 4096}, 8),
+    Entry(norm._qk_norm_kernel, _ROWS, {"HEADS": 32, "BLOCK": 128}, 8),
+    Entry(activation._silu_mul_kernel, _ROWS, {"BLOCK": 1024}, 4),
+    Entry(sampling._draw_kernel, _DRAWS, {"ROWS": 1, "BLOCK": 4096}, 16),
+    Entry(sampling._split_argmax_kernel, _DRAWS, {"SPLIT": 16384, "BLOCK": 4096}, 8),
+    Entry(sampling._join_argmax_kernel, _DRAWS, {"SPLITS": 16}, 1),
+)
+
+
+def main() -> None:
+    failed = 0
+    for capability in map(int, sys.argv[1:]):
+        for entry in ENTRIES:
+            try:
+                print(entry.compile(capability), flush=True)  # noqa: T201
+            except Exception as error:
+                failed += 1
+                print(f"{entry.kernel.__name__} for sm_{capability}: {error!r}")  # noqa: T201
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
