@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from common.engine.kernels import activation, norm, sampling
+from common.engine.kernels import activation, lora, norm, sampling
 
 POINTERS = {"bf16": "*bf16", "f32": "*fp32", "i32": "*i32", "i64": "*i64"}
 
@@ -45,7 +45,9 @@ class Entry:
             for place, name in enumerate(names)
             if name in self.constants
         }
-        source = ASTSource(self.kernel, signature, constexprs)
+        aligned = [[["tt.divisibility", 16]] if self._aligned(name) else None for name in names]
+        attributes = {(place,): said for place, said in enumerate(aligned) if said is not None}
+        source = ASTSource(self.kernel, signature, constexprs, attributes)
         options = {"num_warps": self.num_warps, **self.options}
         target = GPUTarget("cuda", capability, 32)
         compiled = triton.compile(source, target=target, options=options)
@@ -63,6 +65,10 @@ class Entry:
         if name in self.pointers:
             return POINTERS[self.pointers[name]]
         return "fp32" if name in self.floats else "i32"
+
+    def _aligned(self, name: str) -> bool:
+        """What a launch would find to be a multiple of 16: addresses, and widths of a model."""
+        return name in self.pointers or "stride" in name or name in ("inner", "width")
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -84,12 +90,22 @@ _DRAWS = {
     "logits": "bf16", "parameters": "i64", "tokens": "i64", "listed": "f32", "ids": "i32",
     "values": "f32", "places": "i32",
 }  # fmt: skip
+_LORA = {
+    "x": "bf16", "y": "bf16", "memory": "bf16", "targets": "i64", "slots": "i32", "rows": "i32",
+    "tiles": "i32", "low": "f32",
+}  # fmt: skip
+_SHRINK = {"BLOCK_RANK": 32, "BLOCK_INNER": 128, "PRECISION": "tf32", "UPCAST": False}
+_EXPAND = {"BLOCK_RANK": 32, "BLOCK_OUT": 128, "PRECISION": "tf32"}
 
 ENTRIES: tuple[Entry, ...] = (
     Entry(norm._rms_norm_kernel, _ROWS, {"HAS_DELTA": True, "HAS_WEIGHT": True, "BLOCK": 4096}, 8),
     Entry(norm._qk_norm_kernel, _ROWS, {"HEADS": 32, "BLOCK": 128}, 8),
     Entry(activation._silu_mul_kernel, _ROWS, {"BLOCK": 1024}, 4),
-    Entry(sampling._draw_kernel, _DRAWS, {"ROWS": 1, "BLOCK": 4096}, 16),
+    Entry(lora._shrink_kernel, _LORA, {"SIZE": 16, **_SHRINK}, 4),
+    Entry(lora._shrink_kernel, _LORA, {"SIZE": 64, **_SHRINK}, 8),
+    Entry(lora._expand_kernel, _LORA, {"SIZE": 16, **_EXPAND}, 4),
+    Entry(lora._expand_kernel, _LORA, {"SIZE": 64, **_EXPAND}, 8),
+    Entry(sampling._draw_kernel, _DRAWS, {"ROWS": 1, "BLOCK": 4096}, 16, spills=64),
     Entry(sampling._split_argmax_kernel, _DRAWS, {"SPLIT": 16384, "BLOCK": 4096}, 8),
     Entry(sampling._join_argmax_kernel, _DRAWS, {"SPLITS": 16}, 1),
 )

@@ -42,6 +42,12 @@ BOUNDS: dict[tuple[str, torch.dtype], Bound] = {
     ("silu_mul", torch.float32): Bound(2**-20, 2**-30),
     ("silu_mul", torch.float16): Bound(2**-10, 2**-20),
     ("silu_mul", torch.bfloat16): Bound(2**-7, 2**-20),
+    # Two sums of products behind each other, added to y and rounded once. On hardware what is
+    # between them has TF32's 11 bits where weights have 16; the adapters' terms are of magnitude
+    # `x shrink expand`, and cancel: the absolute part is for the largest of them being 1.
+    ("lora", torch.float32): Bound(2**-18, 2**-18),
+    ("lora", torch.float16): Bound(2**-9, 2**-9),
+    ("lora", torch.bfloat16): Bound(2**-6, 2**-7),
     # Values are averaged, of magnitude about 1: probabilities are rounded to the values' dtype
     # before the second product, the average once more when it is stored.
     ("attention", torch.float32): Bound(2**-18, 2**-18),

@@ -86,7 +86,5 @@ def test_silu_mul(dtype: torch.dtype, rows: int, inner: int, scale: float) -> No
 
 
 def test_a_gate_far_below_zero_closes() -> None:
-    fused = torch.tensor([[-1e4, -200.0, 200.0, 3.0, 3.0, 3.0]]).to(
-        poisoned(1, dtype=torch.float32)
-    )
+    fused = torch.tensor([[-1e4, -200.0, 200.0, 3.0, 3.0, 3.0]], device=DEVICE)
     assert silu_mul(fused).tolist() == [[0.0, 0.0, 600.0]]

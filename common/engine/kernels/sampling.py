@@ -7,7 +7,7 @@ passes the uniform number. Each step of a search reads the row once, and narrows
 exist, so it ends with one of them. Most of it happens in a short list: what lies within `NEAR` of
 the best logit is packed in one pass, and the whole row is searched only where that is too little.
 
-Masses are integers, multiples of 2^-44 of the best token's: sums do not depend on their order, and
+Masses are integers, multiples of 2^-43 of the best token's: sums do not depend on their order, and
 a draw is the same in any batch and on any device, up to the rounding of `exp` in float32 (a few
 1e-7 of the mass; the CPU sampler's own is 1e-7 where it looks for top_p). Where logits are exactly
 equal, the token with the lower id comes first; the CPU's order among them is arbitrary. The uniform
@@ -39,7 +39,7 @@ MODE, TEMPERATURE, TOP_K, TOP_P, MIN_P, SEED, CHOICE, INDEX = range(8)
 COLUMNS = 8
 SKIP, GREEDY, DRAW = 0, 1, 2
 
-MAX_VOCAB = 1 << 18
+MAX_VOCAB = 1 << 19
 """Above, the sum of masses could pass 2^62."""
 CAPACITY = 8192
 """Entries of a row's short list; more of them are no shorter than the row."""

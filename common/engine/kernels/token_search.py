@@ -8,7 +8,7 @@ which holds scaled logits already.
 import triton
 import triton.language as tl
 
-ONE = tl.constexpr(1 << 44)
+ONE = tl.constexpr(1 << 43)
 """The mass of the best token."""
 LOWEST = tl.constexpr(-(1 << 31))
 HIGHEST = tl.constexpr((1 << 31) - 1)

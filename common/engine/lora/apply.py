@@ -1,6 +1,6 @@
-"""Adds what each row's adapter changes to a product's output, for all adapters of a batch.
+"""Adds in torch what each row's adapter changes to a product's output, for all of a batch.
 
-`plan_lora` decides once a step, `LoraBatch.add` is called after each product. Rows of the base
+`plan_lora` decides once a step, `TorchLoraBatch.add` is called after each product. Rows of the base
 model are in no share and their outputs are never touched; a batch without adapters has no plan.
 What one adapter computes, overflows included, never enters another's rows.
 
@@ -33,6 +33,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.engine.lora.base import LoraRows
 from common.engine.lora.pool import LoraPool, PlacedAdapter, TargetWeights
 from common.engine.lora.ranges import GRANULE
 from common.engine.lora.targets import Product
@@ -41,15 +42,6 @@ MAX_SINGLE_RANK = 64
 """Beyond, the calls of a `Share` cost less than the intermediate results of `Singles`."""
 MAX_GAP = 2 * GRANULE
 """Rank rows of others that `Singles` may compute for nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoraRows:
-    """Rows [first, first + count) of a batch compute with what `slot` holds."""
-
-    slot: int
-    first: int
-    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +96,7 @@ class Singles:
 
 
 @dataclass(frozen=True, slots=True)
-class LoraBatch:
+class TorchLoraBatch:
     """One step's plan."""
 
     layers: tuple[tuple[tuple[TargetWeights, ...], ...], ...]
@@ -131,12 +123,22 @@ class LoraBatch:
                 y.index_copy_(0, share.rows, out)
 
 
+class TorchLora:
+    """`LoraPlanner` for any device that torch computes on."""
+
+    def __init__(self, pool: LoraPool) -> None:
+        self._pool = pool
+
+    def plan(self, rows: Sequence[LoraRows], num_rows: int) -> TorchLoraBatch | None:  # noqa: ARG002
+        return plan_lora(self._pool, rows)
+
+
 def _take(tensor: Tensor, rows: slice | Tensor) -> Tensor:
     """A view where `rows` allow it, else a copy."""
     return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
 
 
-def plan_lora(pool: LoraPool, rows: Sequence[LoraRows]) -> LoraBatch | None:
+def plan_lora(pool: LoraPool, rows: Sequence[LoraRows]) -> TorchLoraBatch | None:
     """What a batch needs of the pool; None where no row has an adapter.
 
     `rows` are in the order of the batch and name slots that hold adapters.
@@ -161,7 +163,7 @@ def plan_lora(pool: LoraPool, rows: Sequence[LoraRows]) -> LoraBatch | None:
             shares.append(_share(pool, placed, [number]))
         else:
             shares.append(_singles(pool, group))
-    return LoraBatch(pool.layers, pool.dtype, tuple(shares))
+    return TorchLoraBatch(pool.layers, pool.dtype, tuple(shares))
 
 
 def _share(pool: LoraPool, placed: PlacedAdapter, numbers: Sequence[int]) -> Share:

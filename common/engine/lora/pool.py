@@ -8,12 +8,13 @@ zero.
     capacity = slots * largest rank
 
 would be much memory if it were used; it is mapped without being touched, so that the system gives
-pages for rows that were written. The pool is made at the first placement: without adapters it costs
-nothing.
+pages for rows that were written. A GPU gives all of it at once. The pool is made at the first
+placement, or by `make`: without adapters it costs nothing.
 """
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, groupby
 
@@ -73,6 +74,9 @@ class LoraPool:
         self._targets = targets_of(spec)
         self.layers: tuple[tuple[tuple[TargetWeights, ...], ...], ...] = ()
         """By layer and `Product`; empty before the first placement."""
+        self.memory: Tensor | None = None
+        """What all of their matrices are views of, flat."""
+        self.num_slots = slots
         self.max_rank = max_rank
         self._num_layers = spec.num_layers
         self._ranges = RankRanges(slots, max_rank)
@@ -90,8 +94,30 @@ class LoraPool:
         Raises AdapterError: the pool could not be made.
         """
         self._slots.pop(slot, None)
+        self.make()
+        with self._copying():
+            placed = self._place(slot, adapter, rest)
+        self._slots[slot] = placed
+
+    def make(self) -> None:
+        """Have the memory, if there is none yet; `num_bytes` of it on a GPU, none so far on a CPU.
+
+        Raises AdapterError: it cannot be had.
+        """
         if not self.layers:
             self.layers = self._make()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all matrices, made or not."""
+        return self._num_elements * self.dtype.itemsize
+
+    @property
+    def _num_elements(self) -> int:
+        features = sum(target.in_features + target.out_features for target in self._targets)
+        return self._num_layers * features * self._ranges.capacity
+
+    def _place(self, slot: int, adapter: LoraAdapter, rest: Callable[[], None]) -> PlacedAdapter:
         place = self._ranges.take(slot, adapter.rank)
         present = 0
         for number, layer in enumerate(self.layers):
@@ -103,12 +129,25 @@ class LoraPool:
                     _write(weights, place, factors, rest)
                 elif self._written & weights.bit:
                     _clear(weights, place.first, place.last, rest)
-        self._slots[slot] = PlacedAdapter(place, present)
+        return PlacedAdapter(place, present)
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """On a GPU: beside the engine's kernels, on a stream of its own, and done at the end."""
+        if self.device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.Stream(self.device)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            stream.synchronize()
 
     def _make(self) -> tuple[tuple[tuple[TargetWeights, ...], ...], ...]:
         rows = self._ranges.capacity
-        features = sum(target.in_features + target.out_features for target in self._targets)
-        flat = _zeros(self._num_layers * features * rows, self.dtype, self.device)
+        flat = _zeros(self._num_elements, self.dtype, self.device)
+        self.memory = flat
         matrices = iter(
             torch.split(
                 flat,
@@ -170,16 +209,26 @@ def _pieces(rank: int, features: int) -> list[slice]:
 
 def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
-        return torch.zeros(count, dtype=dtype, device=device)
+        try:
+            memory = torch.zeros(count, dtype=dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            raise AdapterError(_no_room("device memory", count * dtype.itemsize, error)) from error
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # other streams are about to write it
+        return memory
     # torch.zeros touches every page, and huge pages would make a row of a few kilobytes cost two
     # megabytes.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     try:
-        memory = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
+        mapped = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
     except OSError as error:
-        raise AdapterError(
-            f"no address space for the slots, {count * dtype.itemsize >> 20} MiB: {error}; "
-            "fewer max_loras_per_batch or a smaller max_lora_rank need less"
-        ) from error
-    memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype)
+        raise AdapterError(_no_room("address space", count * dtype.itemsize, error)) from error
+    mapped.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(mapped, dtype=dtype)
+
+
+def _no_room(what: str, num_bytes: int, error: Exception) -> str:
+    return (
+        f"no {what} for the slots, {num_bytes >> 20} MiB: {error}; "
+        "fewer max_loras_per_batch or a smaller max_lora_rank need less"
+    )
