@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from common.engine.attention.base import AttentionBackend, Metadata, Rotation
 from common.engine.linear import Linear, LinearFactory
-from common.engine.lora.apply import LoraBatch
+from common.engine.lora.base import LoraBatch
 from common.engine.lora.targets import Product
+from common.engine.ops import Ops, TorchOps
 from common.engine.rope import RopeFrequencies, RopeTable
 from common.engine.spec import ModelSpec
 
@@ -120,9 +120,15 @@ class Layer:
     """One decoder layer over `LayerWeights` that hold their final values."""
 
     def __init__(
-        self, number: int, spec: ModelSpec, weights: LayerWeights, linears: LinearFactory
+        self,
+        number: int,
+        spec: ModelSpec,
+        weights: LayerWeights,
+        linears: LinearFactory,
+        ops: Ops,
     ) -> None:
         self._number = number
+        self._ops = ops
         self._qk_heads = spec.num_heads + spec.num_kv_heads
         self._head_dim = spec.head_dim
         self._eps = spec.rms_norm_eps
@@ -134,48 +140,57 @@ class Layer:
         self._gate_up = linears.make(weights.gate_up, weights.gate_up_bias, wide=True)
         self._down = linears.make(weights.down, weights.down_bias)
 
-    def project(self, hidden: Tensor, lora: LoraBatch | None) -> Tensor:
-        """Query, key and value, not rotated: [tokens, heads + 2 * kv heads, head_dim]."""
-        normed = functional.rms_norm(hidden, self._input_norm.shape, self._input_norm, self._eps)
+    def project(self, hidden: Tensor, delta: Tensor | None, lora: LoraBatch | None) -> Tensor:
+        """Query, key and value, not rotated: [tokens, heads + 2 * kv heads, head_dim].
+
+        `delta` is what the layer before has for `hidden`, which it is added to in place.
+        """
+        if delta is None:
+            normed = self._ops.rms_norm(hidden, self._input_norm, self._eps)
+        else:
+            normed = self._ops.add_rms_norm(hidden, delta, self._input_norm, self._eps)
         fused = self._qkv(normed)
         if lora is not None:
             lora.add(self._number, Product.QKV, normed, fused)
         qkv = fused.view(hidden.shape[0], -1, self._head_dim)
         if self._qk_norm is not None:
-            query_key = qkv[:, : self._qk_heads]
-            normed = functional.rms_norm(query_key, (self._head_dim,), None, self._eps)
-            torch.mul(normed, self._qk_norm, out=query_key)
+            self._ops.qk_norm_(qkv[:, : self._qk_heads], self._qk_norm, self._eps)
         return qkv
 
     def finish(self, hidden: Tensor, attended: Tensor, lora: LoraBatch | None) -> Tensor:
-        """Output projection, MLP and both residuals; `hidden` is updated in place."""
+        """Output projection, added to `hidden` in place, and MLP: what is still to be added."""
         output = self._output(attended)
         if lora is not None:
             lora.add(self._number, Product.OUTPUT, attended, output)
-        hidden += output
-        normed = functional.rms_norm(hidden, self._mlp_norm.shape, self._mlp_norm, self._eps)
+        normed = self._ops.add_rms_norm(hidden, output, self._mlp_norm, self._eps)
         fused = self._gate_up(normed)
         if lora is not None:
             lora.add(self._number, Product.GATE_UP, normed, fused)
-        gate, up = fused.chunk(2, dim=-1)
-        inner = functional.silu(gate).mul_(up)
+        inner = self._ops.silu_mul(fused)
         down = self._down(inner)
         if lora is not None:
             lora.add(self._number, Product.DOWN, inner, down)
-        hidden += down
-        return hidden
+        return down
 
 
 class Decoder:
     """Tokens to hidden states, those to logits. Not thread-safe: layers share scratch memory."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, rope: RopeFrequencies, linears: LinearFactory
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        rope: RopeFrequencies,
+        linears: LinearFactory,
+        ops: Ops | None = None,
     ) -> None:
+        """`ops` compute what is neither attention nor a product; torch does if nothing is said."""
         self.spec = spec
+        self.ops = TorchOps() if ops is None else ops
         self._embedding = weights.embedding
         self._layers = [
-            Layer(number, spec, layer, linears) for number, layer in enumerate(weights.layers)
+            Layer(number, spec, layer, linears, self.ops)
+            for number, layer in enumerate(weights.layers)
         ]
         self._norm = weights.norm
         self._head: Linear = linears.make(weights.head)
@@ -203,15 +218,16 @@ class Decoder:
         without it this is the base model.
         """
         hidden = self._embedding.index_select(0, token_ids)
+        delta = None
         for number, layer in enumerate(self._layers):
-            qkv = layer.project(hidden, lora)
+            qkv = layer.project(hidden, delta, lora)
             attended = attention.forward(number, qkv, rotation, metadata)
-            hidden = layer.finish(hidden, attended, lora)
-        return hidden
+            delta = layer.finish(hidden, attended, lora)
+        return hidden if delta is None else hidden.add_(delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab_size] of some rows of what `forward` gave."""
-        return self._head(functional.rms_norm(hidden, self._norm.shape, self._norm, self._eps))
+        return self._head(self.ops.rms_norm(hidden, self._norm, self._eps))
 
     @property
     def _eps(self) -> float:

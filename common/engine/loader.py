@@ -20,6 +20,7 @@ from transformers import AutoConfig, GenerationConfig
 from common.engine.decoder import Decoder, Weights
 from common.engine.errors import ModelError, ModelNotFoundError, WeightsError
 from common.engine.linear import LinearFactory
+from common.engine.ops import Ops
 from common.engine.rope import frequencies
 from common.engine.spec import ModelSpec
 
@@ -90,8 +91,10 @@ def fetch(name: str, files: Sequence[str], *, newest: bool = True) -> Path:
         ) from error
 
 
-def load_model(path: Path, dtype: DtypeName = "auto") -> LoadedModel:
+def load_model(path: Path, dtype: DtypeName = "auto", ops: Ops | None = None) -> LoadedModel:
     """Load the model in `path`; `auto` takes the checkpoint's dtype, and float32 for float16.
+
+    `ops` are for the decoder.
 
     Raises `ModelError` (see `common.engine.errors`) with a message for whoever named the model.
     """
@@ -101,7 +104,7 @@ def load_model(path: Path, dtype: DtypeName = "auto") -> LoadedModel:
     torch_dtype = _choose_dtype(config, dtype)
     weights = Weights.empty(spec, torch_dtype)
     _fill(weights.checkpoint_tensors(spec), files, spec.tied_embeddings)
-    model = Decoder(spec, weights, frequencies(config, spec), LinearFactory())
+    model = Decoder(spec, weights, frequencies(config, spec), LinearFactory(), ops)
     return LoadedModel(spec, model, _digest(spec, files), torch_dtype)
 
 

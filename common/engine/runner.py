@@ -14,7 +14,7 @@ from torch import Tensor
 from common.engine.attention.base import AttentionBatch, Span
 from common.engine.attention.torch_backend import TorchAttention
 from common.engine.loader import LoadedModel
-from common.engine.lora.apply import LoraBatch, LoraRows, plan_lora
+from common.engine.lora.base import LoraBatch, LoraPlanner, LoraRows
 from common.engine.lora.pool import LoraPool
 from common.engine.prompt_logprobs import prompt_logprobs
 from common.engine.sampler import Draw, Sampler
@@ -48,6 +48,7 @@ class ModelRunner:
         )
         self._model = model.model
         self._lora = lora
+        self._adapters: LoraPlanner | None = None
         self._vocab_size = spec.vocab_size
         self._cache = cache
         self._max_model_len = max_model_len
@@ -58,7 +59,8 @@ class ModelRunner:
         self._num_pages = [0] * max_slots
         self._attention = TorchAttention(cache, spec.num_heads, spec.windows, model.dtype)
         self._rope = model.model.rope_table(max_model_len)
-        self._sampler = Sampler(spec.vocab_size, device, grammars)
+        fused = model.model.ops.fused_draws(spec.vocab_size)
+        self._sampler = Sampler(spec.vocab_size, device, grammars, fused)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> BatchResult:
@@ -160,8 +162,10 @@ class ModelRunner:
             first += len(row.token_ids)
         if not adapted:
             return None
-        assert self._lora is not None, "a row with an adapter, and no pool of them"
-        return plan_lora(self._lora, adapted)
+        if self._adapters is None:
+            assert self._lora is not None, "a row with an adapter, and no pool of them"
+            self._adapters = self._model.ops.lora_planner(self._lora)
+        return self._adapters.plan(adapted, first)
 
     def _last_tokens(self, hidden: Tensor, rows: Sequence[Row], drawing: Sequence[int]) -> Tensor:
         """Of `hidden` [tokens, hidden_size] the last token of each row that draws."""

@@ -4,12 +4,14 @@ Order as in vLLM: log probabilities come from the raw logits; then logit_bias an
 the grammar's mask, so that no bias brings back what it forbids, and min_tokens, which yields where
 the grammar allows nothing but the end; then, unless greedy, temperature, min_p, top_k and top_p;
 then one draw by inverting the cumulative distribution at a counter-based uniform number (`philox`).
-Rows that want nothing but the best token share one argmax.
+Rows that want nothing but the best token share one argmax. Where there are kernels for it
+(`FusedDraws`), so do all rows that want no more than temperature and filters.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +35,19 @@ class Draw:
 
     slot: int
     index: int
+
+
+class FusedDraws(Protocol):
+    """Draws for a whole batch at once, as `draw` and `uniform` do up to stated rounding."""
+
+    def reset(self, slot: int, params: SamplingParams) -> None:
+        """`slot` has a new owner."""
+        ...
+
+    def launch(self, logits: Tensor, draws: Sequence[Draw], wanted: Sequence[bool]) -> Tensor:
+        """[rows] int64 on the device of `logits` [rows, vocab_size], not waited for. Rows that are
+        not `wanted` get any token of the vocabulary."""
+        ...
 
 
 class SlotSampling:
@@ -64,7 +79,11 @@ class SlotSampling:
 
     def plain(self, index: int) -> bool:
         """Whether the row's token is simply the argmax of its logits."""
-        return self.greedy and self.params.logprobs is None and not self._adjusts(index)
+        return self.greedy and self.filtered_only(index)
+
+    def filtered_only(self, index: int) -> bool:
+        """Whether temperature and filters are all that lies between logits and token."""
+        return self.params.logprobs is None and not self._adjusts(index)
 
     def _adjusts(self, index: int) -> bool:
         return (
@@ -116,15 +135,44 @@ class SlotSampling:
             self._counts[token_id] += 1
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A step's draws, under way on the device; the rest is drawn when they are taken."""
+
+    tokens: Tensor | None
+    """[rows] int64: what each row of `fused` draws, any token for the others; None if none is."""
+    fused: Sequence[bool]
+    logits: Tensor
+    draws: Sequence[Draw]
+    states: Sequence[SlotSampling]
+
+    def result(self, tokens: Sequence[int] | None = None) -> list[Sample | NotSampled]:
+        """Called once, while `logits` still hold. `tokens` are what is in `self.tokens`, if they
+        have been read already; else this waits for them."""
+        if tokens is None:
+            tokens = [] if self.tokens is None else self.tokens.tolist()
+        return [
+            Sample(tokens[row])
+            if self.fused[row]
+            else _sample_and_record(self.logits[row].float(), state, draw.index)
+            for row, (state, draw) in enumerate(zip(self.states, self.draws, strict=True))
+        ]
+
+
 class Sampler:
     """Sampling state of every slot, and the drawing itself."""
 
     def __init__(
-        self, vocab_size: int, device: torch.device, grammars: GrammarStore | None = None
+        self,
+        vocab_size: int,
+        device: torch.device,
+        grammars: GrammarStore | None = None,
+        fused: FusedDraws | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._grammars = grammars
+        self._fused = fused
         self._slots: dict[int, SlotSampling] = {}
 
     def reset(self, slot: int, init: SlotInit) -> None:
@@ -134,20 +182,28 @@ class Sampler:
             assert self._grammars is not None, "a row with a grammar, and nothing to compile it"
             constraint = Constraint(init, self._grammars, self._device)
         self._slots[slot] = SlotSampling(init, self._vocab_size, self._device, constraint)
+        if self._fused is not None:
+            self._fused.reset(slot, init.sampling)
 
     def sample(self, logits: Tensor, draws: Sequence[Draw]) -> list[Sample | NotSampled]:
         """Draw one token a row; `logits` is [len(draws), vocab_size]."""
+        return self.launch(logits, draws).result()
+
+    def launch(self, logits: Tensor, draws: Sequence[Draw]) -> Drawn:
+        """The same, without waiting for what the device draws by itself."""
         states = [self._slots[draw.slot] for draw in draws]
-        plain = [state.plain(draw.index) for state, draw in zip(states, draws, strict=True)]
-        # On a CPU `max` finds the place of a maximum four times as fast as `argmax` does.
-        best = logits.max(dim=-1).indices.tolist() if any(plain) else []
-        samples: list[Sample | NotSampled] = []
-        for row, (state, draw) in enumerate(zip(states, draws, strict=True)):
-            if plain[row]:
-                samples.append(Sample(best[row]))
-                continue
-            samples.append(_sample_and_record(logits[row].float(), state, draw.index))
-        return samples
+        pairs = list(zip(states, draws, strict=True))
+        tokens = None
+        if self._fused is not None:
+            fused = [state.filtered_only(draw.index) for state, draw in pairs]
+            if any(fused):
+                tokens = self._fused.launch(logits, draws, fused)
+        else:
+            fused = [state.plain(draw.index) for state, draw in pairs]
+            if any(fused):
+                # On a CPU `max` finds the place of a maximum four times as fast as `argmax` does.
+                tokens = logits.max(dim=-1).indices
+        return Drawn(tokens, fused, logits, draws, states)
 
 
 def _sample_and_record(raw: Tensor, state: SlotSampling, index: int) -> Sample | NotSampled:

@@ -30,7 +30,7 @@ class ProductTargets:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLoraBatch:
-    """`LoraBatch` whose tensors the next plan for as many rows overwrites."""
+    """`LoraBatch`; where its tensors are fixed, the next plan for as many rows fills them anew."""
 
     tables: TargetTables
     products: tuple[ProductTargets, ...]
@@ -45,14 +45,17 @@ class DeviceLoraBatch:
 
 
 class DeviceLora:
-    """`LoraPlanner` over a pool that has been made (an adapter was placed, or `pool.make()`)."""
+    """`LoraPlanner` for kernels. One thread's."""
 
-    def __init__(self, pool: LoraPool, max_rows: int) -> None:
-        """`max_rows` is the largest number of tokens in a batch."""
+    def __init__(self, pool: LoraPool, fixed_rows: int = 0) -> None:
+        """Makes the pool, if it has not been. Plans of up to `fixed_rows` tokens share tensors.
+
+        Raises AdapterError: there is no room for the pool.
+        """
         pool.make()
         assert pool.memory is not None
         self._pool = pool
-        self._max_rows = max_rows
+        self._fixed_rows = fixed_rows
         num_layers = len(pool.layers)
         self._num_targets = sum(map(len, pool.layers[0]))
         places = [
@@ -74,15 +77,14 @@ class DeviceLora:
         )
         self._known: dict[int, PlacedAdapter] = {}
         self._products = tuple(_products(pool))
-        most = max(max_rows, *(rows + 3 * self._bound(rows) for rows in _sizes(max_rows)))
-        self._values = torch.zeros(most, dtype=torch.int32, device=pool.device)
+        most = max(rows + 3 * self._bound(rows) for rows in (fixed_rows, min(fixed_rows, FEW_ROWS)))
+        self._fixed = torch.zeros(most, dtype=torch.int32, device=pool.device)
 
     def plan(self, rows: Sequence[LoraRows], num_rows: int) -> DeviceLoraBatch:
         """Never None: a graph that was captured with a plan of no rows serves any of as many.
 
         Raises KeyError for a slot that was never filled.
         """
-        assert num_rows <= self._max_rows, f"{num_rows} rows, made for {self._max_rows}"
         size, bound = tile_size(num_rows), self._bound(num_rows)
         values = np.zeros(num_rows + 3 * bound, dtype=np.int32)
         tiles = values[num_rows:].reshape(bound, 3)
@@ -96,11 +98,12 @@ class DeviceLora:
             for start in range(begin, place, size):
                 tiles[tile] = slot, start, min(size, place - start)
                 tile += 1
-        self._write(self._values[: len(values)], values)
-        view = self._values[num_rows : num_rows + 3 * bound].view(bound, 3)
-        return DeviceLoraBatch(
-            self._tables, self._products, Tiles(self._values[:num_rows], view, size)
-        )
+        held = self._fixed[: len(values)]
+        if num_rows > self._fixed_rows:
+            held = torch.empty(len(values), dtype=torch.int32, device=self._pool.device)
+        self._write(held, values)
+        cut = Tiles(held[:num_rows], held[num_rows:].view(bound, 3), size)
+        return DeviceLoraBatch(self._tables, self._products, cut)
 
     def _bound(self, num_rows: int) -> int:
         """As many tiles as `num_rows` rows of any slots can need."""
@@ -142,8 +145,3 @@ def _products(pool: LoraPool) -> list[ProductTargets]:
         found.append(ProductTargets(first, len(product), widest))
         first += len(product)
     return found
-
-
-def _sizes(max_rows: int) -> list[int]:
-    """Where the size of tiles changes, and the largest."""
-    return [min(max_rows, FEW_ROWS), max_rows]
