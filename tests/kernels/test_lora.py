@@ -116,7 +116,8 @@ def test_tiles_never_outnumber_their_bound() -> None:
     for size, few in ((kernels.SMALL_TILE, 0), (kernels.LARGE_TILE, 3)):
         with weights_as_the_model(few):
             used = {slot: adapter(2, [True] + [False] * 6) for slot in range(SLOTS)}
-            case = Case(used, [(slot, 1) for slot in range(SLOTS)] + [(0, size)])
+            rows: list[tuple[int | None, int]] = [(slot, 1) for slot in range(SLOTS)]
+            case = Case(used, [*rows, (0, size)])
             planner = DeviceLora(case.pool(torch.float32, DEVICE), 200)
             tokens = SLOTS + size
             plan = planner.plan(case.lora_rows(), tokens)

@@ -137,7 +137,7 @@ class LoraPool:
         if self.device.type != "cuda":
             yield
             return
-        stream = torch.cuda.Stream(self.device)
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         try:
             with torch.cuda.stream(stream):
                 yield
