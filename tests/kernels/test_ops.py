@@ -63,7 +63,7 @@ def answers(model: LoadedModel, sampling: list[SamplingParams], adapted: bool) -
         lora_slot = (2, 0, None, 2)[slot % 4] if adapted else None
         running.append(engine.start(slot, prompt, params, lora_slot))
     engine.step(*((each, len(each.prompt)) for each in running))
-    for _ in range(3):
+    for _ in range(2):
         engine.step(*((each, 1) for each in running))
     return [each.outputs for each in running]
 
