@@ -28,6 +28,7 @@ from common.engine.errors import ModelError
 from common.engine.loader import LoadedModel, load_model
 from common.engine.lora.loader import AdapterLoader
 from common.engine.lora.pool import LoraPool
+from common.engine.parallel.shards import Shard
 from common.engine.runner import ModelRunner
 from common.engine.spec import fingerprint
 from common.event_loop import EventLoop
@@ -180,7 +181,7 @@ def _compose(
     # more. (Closing twice is harmless; the first entry is for an `io` that does not start.)
     stack.callback(transfer.close)
     transfer.start(io.wake)
-    adapters = AdapterLoader(model.spec, slots)
+    adapters = AdapterLoader(Shard.of(model.spec), slots)
     stack.callback(adapters.close)
     adapters.start(io.wake)
     compiler = GrammarCompiler(grammars)

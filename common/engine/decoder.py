@@ -3,6 +3,9 @@
 Query, key and value are one product and so are gate and up. Weights are plain tensors;
 `checkpoint_tensors` maps the names in a checkpoint onto (views of) them, so loading fills the
 fused weights in place.
+
+Several ranks may share a model (`common.engine.parallel`): then the spec, the weights and what goes
+between two sums are this rank's, while hidden states and logits are everybody's.
 """
 
 from dataclasses import dataclass
@@ -15,6 +18,7 @@ from common.engine.linear import Linear, LinearFactory
 from common.engine.lora.base import LoraBatch
 from common.engine.lora.targets import Product
 from common.engine.ops import Ops, TorchOps
+from common.engine.parallel.group import ALONE, Group
 from common.engine.rope import RopeFrequencies, RopeTable
 from common.engine.spec import ModelSpec
 
@@ -43,11 +47,11 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Tensor
-    """The embedding itself if the model ties them."""
+    """The embedding itself, or this rank's rows of it, if the model ties them."""
 
     @classmethod
-    def empty(cls, spec: ModelSpec, dtype: torch.dtype) -> "Weights":
-        """Uninitialised tensors of the right shapes."""
+    def empty(cls, spec: ModelSpec, dtype: torch.dtype, vocab: range | None = None) -> "Weights":
+        """Uninitialised tensors of the right shapes; `vocab` are the head's rows if not all."""
 
         def new(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype)
@@ -73,7 +77,9 @@ class Weights:
             )
             for _ in range(spec.num_layers)
         )
-        head = embedding if spec.tied_embeddings else new(spec.vocab_size, hidden)
+        rows = range(spec.vocab_size) if vocab is None else vocab
+        tied = embedding[rows.start : rows.stop]
+        head = tied if spec.tied_embeddings else new(len(rows), hidden)
         return cls(embedding, layers, new(hidden), head)
 
     def checkpoint_tensors(self, spec: ModelSpec) -> dict[str, Tensor]:
@@ -126,6 +132,7 @@ class Layer:
         weights: LayerWeights,
         linears: LinearFactory,
         ops: Ops,
+        group: Group,
     ) -> None:
         self._number = number
         self._ops = ops
@@ -135,10 +142,12 @@ class Layer:
         self._input_norm = weights.input_norm
         self._mlp_norm = weights.mlp_norm
         self._qk_norm = weights.qk_norm
+        self._group = group
+        first = group.rank == 0  # what is added once is added there
         self._qkv = linears.make(weights.qkv, weights.qkv_bias)
-        self._output = linears.make(weights.output, weights.output_bias)
+        self._output = linears.make(weights.output, weights.output_bias if first else None)
         self._gate_up = linears.make(weights.gate_up, weights.gate_up_bias, wide=True)
-        self._down = linears.make(weights.down, weights.down_bias)
+        self._down = linears.make(weights.down, weights.down_bias if first else None)
 
     def project(self, hidden: Tensor, delta: Tensor | None, lora: LoraBatch | None) -> Tensor:
         """Query, key and value, not rotated: [tokens, heads + 2 * kv heads, head_dim].
@@ -162,6 +171,7 @@ class Layer:
         output = self._output(attended)
         if lora is not None:
             lora.add(self._number, Product.OUTPUT, attended, output)
+        self._group.sum_(output)
         normed = self._ops.add_rms_norm(hidden, output, self._mlp_norm, self._eps)
         fused = self._gate_up(normed)
         if lora is not None:
@@ -170,11 +180,15 @@ class Layer:
         down = self._down(inner)
         if lora is not None:
             lora.add(self._number, Product.DOWN, inner, down)
+        self._group.sum_(down)
         return down
 
 
 class Decoder:
-    """Tokens to hidden states, those to logits. Not thread-safe: layers share scratch memory."""
+    """Tokens to hidden states, those to logits. Not thread-safe: layers share scratch memory.
+
+    Of several ranks each makes the same calls; heads and MLP of `spec` are then this rank's.
+    """
 
     def __init__(
         self,
@@ -183,13 +197,15 @@ class Decoder:
         rope: RopeFrequencies,
         linears: LinearFactory,
         ops: Ops | None = None,
+        group: Group = ALONE,
     ) -> None:
         """`ops` compute what is neither attention nor a product; torch does if nothing is said."""
         self.spec = spec
         self.ops = TorchOps() if ops is None else ops
+        self._group = group
         self._embedding = weights.embedding
         self._layers = [
-            Layer(number, spec, layer, linears, self.ops)
+            Layer(number, spec, layer, linears, self.ops, group)
             for number, layer in enumerate(weights.layers)
         ]
         self._norm = weights.norm
@@ -227,7 +243,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab_size] of some rows of what `forward` gave."""
-        return self._head(self.ops.rms_norm(hidden, self._norm, self._eps))
+        normed = self.ops.rms_norm(hidden, self._norm, self._eps)
+        return self._group.join_columns(self._head(normed), self.spec.vocab_size)
 
     @property
     def _eps(self) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from huggingface_hub import snapshot_download
@@ -21,6 +21,8 @@ from common.engine.decoder import Decoder, Weights
 from common.engine.errors import ModelError, ModelNotFoundError, WeightsError
 from common.engine.linear import LinearFactory
 from common.engine.ops import Ops
+from common.engine.parallel.group import ALONE, Group
+from common.engine.parallel.shards import Cut, Shard
 from common.engine.rope import frequencies
 from common.engine.spec import ModelSpec
 
@@ -39,6 +41,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     spec: ModelSpec
+    """The whole model's; `model.spec` has this rank's heads and MLP."""
     model: Decoder
     digest: str
     """Of the architecture and the weight files' names and sizes; equal on nodes that match."""
@@ -91,20 +94,25 @@ def fetch(name: str, files: Sequence[str], *, newest: bool = True) -> Path:
         ) from error
 
 
-def load_model(path: Path, dtype: DtypeName = "auto", ops: Ops | None = None) -> LoadedModel:
+def load_model(
+    path: Path, dtype: DtypeName = "auto", ops: Ops | None = None, *, group: Group = ALONE
+) -> LoadedModel:
     """Load the model in `path`; `auto` takes the checkpoint's dtype, and float32 for float16.
 
-    `ops` are for the decoder.
+    `ops` are for the decoder. Of the ranks of a `group` each loads its own part, and reads no more
+    than that.
 
     Raises `ModelError` (see `common.engine.errors`) with a message for whoever named the model.
     """
     config = _read_config(path)
     spec = ModelSpec.from_config(config, _read_generation_config(path))
+    shard = Shard.of(spec, group.rank, group.size)
     files = _weight_files(path)
     torch_dtype = _choose_dtype(config, dtype)
-    weights = Weights.empty(spec, torch_dtype)
-    _fill(weights.checkpoint_tensors(spec), files, spec.tied_embeddings)
-    model = Decoder(spec, weights, frequencies(config, spec), LinearFactory(), ops)
+    weights = Weights.empty(shard.local, torch_dtype, shard.vocab)
+    _fill(weights.checkpoint_tensors(shard.local), files, shard)
+    rope = frequencies(config, spec)
+    model = Decoder(shard.local, weights, rope, LinearFactory(), ops, group)
     return LoadedModel(spec, model, _digest(spec, files), torch_dtype)
 
 
@@ -143,18 +151,18 @@ def _weight_files(path: Path) -> list[Path]:
     return files
 
 
-def _fill(places: dict[str, Tensor], files: list[Path], tied: bool) -> None:
-    """Copy every tensor to its place; each place is filled exactly once, and nothing is left."""
+def _fill(places: dict[str, Tensor], files: list[Path], shard: Shard) -> None:
+    """Copy to every place its part; each place is filled exactly once, and nothing is left."""
     missing = dict(places)
     total = sum(place.numel() for place in places.values())
     done = 0
     began = told = time.monotonic()
     for file in files:
-        for name, tensor in _tensors(file):
+        for name, stored in _stored(file):
             if name not in missing:
-                _refuse_unexpected(name, file, places, tied)
+                _refuse_unexpected(name, file, places, shard.spec.tied_embeddings)
                 continue
-            _copy(name, missing.pop(name), tensor)
+            _copy(name, missing.pop(name), stored, shard.cut(name))
             done += places[name].numel()
             if time.monotonic() - told > _PROGRESS_EVERY_S:
                 told = time.monotonic()
@@ -164,11 +172,19 @@ def _fill(places: dict[str, Tensor], files: list[Path], tied: bool) -> None:
     log.info("loaded %d M weights in %.1f s", total // 10**6, time.monotonic() - began)
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+class Stored(Protocol):
+    """A tensor in a file: what is indexed is read, and nothing else of it."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor: ...
+
+
+def _stored(file: Path) -> Iterator[tuple[str, Stored]]:
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (it is no mapping)
-                yield name, opened.get_tensor(name)
+                yield name, opened.get_slice(name)
     except SafetensorError as error:
         raise WeightsError(f"{file} is damaged: {error}") from error
 
@@ -182,12 +198,14 @@ def _refuse_unexpected(name: str, file: Path, places: dict[str, Tensor], tied: b
     raise WeightsError(f"{file.name} holds {name}, which this architecture does not have")
 
 
-def _copy(name: str, place: Tensor, tensor: Tensor) -> None:
+def _copy(name: str, place: Tensor, stored: Stored, cut: Cut | None) -> None:
     # One norm vector for all heads is kept once a head, so that one product applies it.
-    wanted = place.shape[1:] if name.endswith(("q_norm.weight", "k_norm.weight")) else place.shape
-    if tensor.shape != wanted:
-        raise WeightsError(f"{name} is {list(tensor.shape)}, the config says {list(wanted)}")
-    place.copy_(tensor)
+    part = place.shape[1:] if name.endswith(("q_norm.weight", "k_norm.weight")) else place.shape
+    wanted = tuple(part) if cut is None else cut.shape_of_whole(part)
+    shape = tuple(stored.get_shape())
+    if shape != wanted:
+        raise WeightsError(f"{name} is {list(shape)}, the config says {list(wanted)}")
+    place.copy_(stored[(slice(None),) if cut is None else cut.index])
 
 
 def _some(names: list[str]) -> str:

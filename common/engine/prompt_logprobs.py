@@ -6,7 +6,7 @@ slices of `SLICE_TOKENS`. A slice holds at most three copies at once: the produc
 and what `logsumexp` takes, 12 bytes for each of SLICE_TOKENS x vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -28,23 +28,30 @@ def prompt_logprobs(
     """
     if all(row.prompt_logprobs is None for row in rows):
         return ()
-    answers = []
-    first = 0
-    for row in rows:
-        answers.append(tuple(_of_row(row, hidden[first : first + len(row.token_ids)], head)))
-        first += len(row.token_ids)
-    return tuple(answers)
+    answers: list[list[TokenLogprob]] = [[] for _ in rows]
+    for number, next_ids, part in _slices(rows, hidden):
+        num_top = rows[number].prompt_logprobs
+        assert num_top is not None
+        answers[number] += _of_slice(head(part).float(), next_ids, num_top)
+    return tuple(tuple(answer) for answer in answers)
 
 
-def _of_row(row: Row, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> list[TokenLogprob]:
-    found: list[TokenLogprob] = []
-    if row.prompt_logprobs is None:
-        return found
-    for first in range(0, len(row.next_ids), SLICE_TOKENS):
-        next_ids = row.next_ids[first : first + SLICE_TOKENS]
-        logits = head(hidden[first : first + len(next_ids)]).float()
-        found += _of_slice(logits, next_ids, row.prompt_logprobs)
-    return found
+def join_products(rows: Sequence[Row], hidden: Tensor, head: Callable[[Tensor], Tensor]) -> None:
+    """What a rank does that scores nothing: its part of each product of `prompt_logprobs`."""
+    for _, _, part in _slices(rows, hidden):
+        head(part)
+
+
+def _slices(rows: Sequence[Row], hidden: Tensor) -> Iterator[tuple[int, Sequence[int], Tensor]]:
+    """Number of a row, tokens to be scored, and the part of `hidden` that scores them."""
+    end = 0
+    for number, row in enumerate(rows):
+        begin, end = end, end + len(row.token_ids)
+        if row.prompt_logprobs is None:
+            continue
+        for first in range(0, len(row.next_ids), SLICE_TOKENS):
+            next_ids = row.next_ids[first : first + SLICE_TOKENS]
+            yield number, next_ids, hidden[begin + first : begin + first + len(next_ids)]
 
 
 def _of_slice(logits: Tensor, next_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:

@@ -16,7 +16,7 @@ from common.engine.attention.torch_backend import TorchAttention
 from common.engine.loader import LoadedModel
 from common.engine.lora.base import LoraBatch, LoraPlanner, LoraRows
 from common.engine.lora.pool import LoraPool
-from common.engine.prompt_logprobs import prompt_logprobs
+from common.engine.prompt_logprobs import join_products, prompt_logprobs
 from common.engine.sampler import Draw, Sampler
 from common.grammar.store import GrammarStore
 from common.kv_cache.storage import PagedKVCache
@@ -30,6 +30,9 @@ class ModelRunner:
     The scheduler guarantees what is asserted here: slots below `max_slots`, positions below
     `max_model_len`, token ids inside the vocabulary, pages for every position, `init` in the first
     row of a slot's owner, and rows of only those slots of `lora` that hold their adapter.
+
+    Where ranks share the model one of them `draws` and scores; the others' `run` computes the same
+    products and gives a result in which nothing was sampled.
     """
 
     def __init__(
@@ -40,8 +43,10 @@ class ModelRunner:
         max_model_len: int,
         lora: LoraPool | None = None,
         grammars: GrammarStore | None = None,
+        *,
+        draws: bool = True,
     ) -> None:
-        spec = model.spec
+        spec = model.model.spec
         held = (cache.num_layers, cache.num_kv_heads, cache.head_dim, cache.dtype)
         assert held == (spec.num_layers, spec.num_kv_heads, spec.head_dim, model.dtype), (
             f"the page pool {held} was not made for this model"
@@ -59,8 +64,10 @@ class ModelRunner:
         self._num_pages = [0] * max_slots
         self._attention = TorchAttention(cache, spec.num_heads, spec.windows, model.dtype)
         self._rope = model.model.rope_table(max_model_len)
-        fused = model.model.ops.fused_draws(spec.vocab_size)
-        self._sampler = Sampler(spec.vocab_size, device, grammars, fused)
+        self._sampler: Sampler | None = None
+        if draws:
+            fused = model.model.ops.fused_draws(spec.vocab_size)
+            self._sampler = Sampler(spec.vocab_size, device, grammars, fused)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> BatchResult:
@@ -84,10 +91,14 @@ class ModelRunner:
         draws = [Draw(row.slot, row.sample_index) for row in rows if row.sample_index is not None]
         if draws:
             logits = self._model.logits(self._last_tokens(hidden, rows, drawing))
-            for number, sample in zip(drawing, self._sampler.sample(logits, draws), strict=True):
-                samples[number] = sample
-        scores = prompt_logprobs(rows, hidden, self._model.logits)
-        return BatchResult(tuple(samples), scores)
+            if self._sampler is not None:
+                drawn = self._sampler.sample(logits, draws)
+                for number, sample in zip(drawing, drawn, strict=True):
+                    samples[number] = sample
+        if self._sampler is None:
+            join_products(rows, hidden, self._model.logits)
+            return BatchResult(tuple(samples))
+        return BatchResult(tuple(samples), prompt_logprobs(rows, hidden, self._model.logits))
 
     def warm_up(self) -> None:
         """Run a small chunk and a decode step, so that the first request finds everything ready.
@@ -113,7 +124,8 @@ class ModelRunner:
             assert end <= self._max_model_len, f"position {end - 1} is beyond the model's length"
             if row.init is not None:
                 self._num_pages[row.slot] = 0
-                self._sampler.reset(row.slot, row.init)
+                if self._sampler is not None:
+                    self._sampler.reset(row.slot, row.init)
             if row.new_pages:
                 fresh += self._append_pages(row)
             assert end <= self._num_pages[row.slot] * self._cache.page_size, (

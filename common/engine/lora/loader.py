@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TypeVar, assert_never
 
 from common.engine.errors import AdapterError
-from common.engine.lora.adapter import LoraAdapter
+from common.engine.lora.adapter import LoraAdapter, part_of
 from common.engine.lora.pool import LoraPool
 from common.engine.lora.reader import fetch_adapter, find_adapter, read_folder
-from common.engine.spec import ModelSpec
+from common.engine.parallel.shards import Shard
 from common.mailbox import Mailbox
 from common.plan import (
     AdapterCommand,
@@ -65,7 +65,8 @@ class _Closing(BaseException):
 
 
 class AdapterLoader:
-    """Reads adapters into host memory and places them into the slots of `pool`.
+    """Reads a rank's part of adapters into host memory and places them into the slots of `pool`,
+    which was made for that part. Digests are of whole adapters.
 
     Every `ReadAdapter` and `PlaceAdapter` ends with exactly one event, in the order of submission
     but for what is fetched, except for those that `close` overtakes on a thread that does not end
@@ -73,8 +74,8 @@ class AdapterLoader:
     thread, after something new became available to `poll`.
     """
 
-    def __init__(self, spec: ModelSpec, pool: LoraPool) -> None:
-        self._spec = spec
+    def __init__(self, shard: Shard, pool: LoraPool) -> None:
+        self._shard = shard
         self._pool = pool
         self._adapters: dict[int, LoraAdapter] = {}
         self._mail: Mailbox[AdapterCommand | _Fetched, AdapterEvent] = Mailbox()
@@ -175,13 +176,13 @@ class AdapterLoader:
 
     def _read(self, command: ReadAdapter, folder: Path) -> AdapterRead:
         began = time.monotonic()
-        adapter = read_folder(folder, self._spec, self._pool.max_rank, self._rest)
+        adapter = read_folder(folder, self._shard.spec, self._pool.max_rank, self._rest)
         if command.digest and adapter.digest != command.digest:
             raise AdapterError(
                 f"{command.path} has other content here: its digest is {adapter.digest}, "
                 f"{command.digest} is wanted"
             )
-        self._adapters[command.adapter] = adapter
+        self._adapters[command.adapter] = part_of(adapter, self._shard, self._rest)
         log.info("read %s in %.2f s", command.path, time.monotonic() - began)
         return AdapterRead(command.adapter, adapter.digest, adapter.rank)
 

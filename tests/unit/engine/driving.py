@@ -46,8 +46,9 @@ class Engine:
         num_pages: int = 192,
         max_len: int = 256,
         lora: LoraPool | None = None,
+        draws: bool = True,
     ) -> None:
-        spec = loaded.spec
+        spec = loaded.model.spec
         self.page_size = page_size
         self.cache = PagedKVCache(
             num_pages=num_pages,
@@ -57,7 +58,9 @@ class Engine:
             head_dim=spec.head_dim,
             dtype=loaded.dtype,
         )
-        self.runner = ModelRunner(loaded, self.cache, max_slots=8, max_model_len=max_len, lora=lora)
+        self.runner = ModelRunner(
+            loaded, self.cache, max_slots=8, max_model_len=max_len, lora=lora, draws=draws
+        )
         self.free = random.Random(7).sample(range(num_pages), num_pages)
 
     def start(

@@ -14,6 +14,7 @@ from common.engine.lora import loader as loader_module
 from common.engine.lora.loader import RESTS, AdapterLoader
 from common.engine.lora.pool import LoraPool
 from common.engine.lora.reader import read_folder
+from common.engine.parallel.shards import Shard
 from common.plan import (
     AdapterEvent,
     AdapterFailed,
@@ -36,7 +37,7 @@ class Loading:
     def __init__(self, zoo: Zoo) -> None:
         spec = zoo.loaded(VARIANT).spec
         self.pool = LoraPool(spec, torch.float32, slots=2, max_rank=64)
-        self.loader = AdapterLoader(spec, self.pool)
+        self.loader = AdapterLoader(Shard.of(spec), self.pool)
         self._woken = threading.Semaphore(0)
         self.loader.start(self._woken.release)
 
@@ -216,7 +217,7 @@ def test_close_in_the_middle_of_a_command(
 
 def test_a_loader_that_never_started_closes(zoo: Zoo) -> None:
     spec = zoo.loaded(VARIANT).spec
-    loader = AdapterLoader(spec, LoraPool(spec, torch.float32, 1, 8))
+    loader = AdapterLoader(Shard.of(spec), LoraPool(spec, torch.float32, 1, 8))
     loader.submit([PlaceAdapter(1, 0)])
     loader.close()
     assert loader.poll() == [AdapterFailed(1, "this node is ending")]
@@ -225,7 +226,7 @@ def test_a_loader_that_never_started_closes(zoo: Zoo) -> None:
 def test_it_rests_most_of_the_time(zoo: Zoo, folders: dict[str, Path]) -> None:
     """Work of a millisecond is followed by a longer rest, so a node goes on beside it."""
     spec = zoo.loaded(VARIANT).spec
-    loader = AdapterLoader(spec, LoraPool(spec, torch.float32, 1, 64))
+    loader = AdapterLoader(Shard.of(spec), LoraPool(spec, torch.float32, 1, 64))
     rested_s = 0.0
     worked_s = 0.0
 
