@@ -25,9 +25,9 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.transfer_target import NUM_PAGES, PAGE_BYTES, TARGET, Target, filled_pool
+from benchmarks.transfer_target import NUM_PAGES, PAGE_BYTES, TARGET, Target, backend, filled_pool
 from common.plan import Write, WriteDone
-from transfer.nixl import NixlTransfer
+from transfer.base import TransferBackend
 
 ROUNDS = 15
 MATMULS = 600
@@ -70,8 +70,9 @@ class Step:
 class Feeder:
     """Keeps a load posted; the engine thread does it between steps, as in a node."""
 
-    def __init__(self, source: NixlTransfer) -> None:
+    def __init__(self, source: TransferBackend) -> None:
         self._source = source
+        self.submitted = 0
         self.posted = 0
         self.pages_done = 0
 
@@ -83,7 +84,9 @@ class Feeder:
             self.pages_done += event.num_bytes // PAGE_BYTES
         pages = tuple(range(load.pages))
         missing = load.posted - self.posted
-        self._source.submit([Write(1, 0, TARGET, pages, pages, b"") for _ in range(missing)])
+        rooms = range(self.submitted, self.submitted + missing)
+        self._source.submit([Write(room, 0, TARGET, pages, pages, b"") for room in rooms])
+        self.submitted += missing
         self.posted += missing
 
     def drain(self) -> None:
@@ -131,7 +134,7 @@ def main() -> None:
         os.environ["UCX_TLS"] = "tcp"
     torch.set_num_threads(1)
     pool = filled_pool()
-    source = NixlTransfer(pool.ctypes.data, NUM_PAGES, PAGE_BYTES, "bench-source", {})
+    source = backend(pool, "bench-source")
     source.start(lambda: None)
     target = Target(source)
     feeder = Feeder(source)

@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks.transfer_target import NUM_PAGES, PAGE_BYTES, TARGET, Target, filled_pool
+from benchmarks.transfer_target import NUM_PAGES, PAGE_BYTES, TARGET, Target, backend, filled_pool
 from common.plan import Write, WriteDone
-from transfer.nixl import NixlTransfer
+from transfer.base import TransferBackend
 
 ROUNDS = 15
 COUNTS = (1, 16, 128, 512)
@@ -28,7 +28,7 @@ def scattered(count: int, seed: int) -> tuple[int, ...]:
     return tuple(int(page) for page in chosen)
 
 
-def one_write(source: NixlTransfer, target: Target, count: int) -> tuple[float, float]:
+def one_write(source: TransferBackend, target: Target, count: int) -> tuple[float, float]:
     """Seconds until done at the source, and until the target's engine knows."""
     write = Write(1, 0, TARGET, scattered(count, 1), scattered(count, 2), b"stamp")
     start = time.monotonic()
@@ -63,7 +63,7 @@ def memcpy_s(count: int) -> float:
 
 def main() -> None:
     pool = filled_pool()
-    source = NixlTransfer(pool.ctypes.data, NUM_PAGES, PAGE_BYTES, "bench-source", {})
+    source = backend(pool, "bench-source")
     source.start(lambda: None)
     target = Target(source)
     for count in COUNTS:

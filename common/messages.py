@@ -22,7 +22,7 @@ import msgspec
 
 from common.modes import DisaggregationMode, PauseMode
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 Room = int
 Incarnation = str
@@ -163,18 +163,25 @@ class Fingerprint(Value, frozen=True, kw_only=True):
     dtype: str
     num_layers: int
     num_kv_heads: int
+    """The whole model's, in however many parts its ranks hold them."""
     head_dim: int
     page_size: int
 
 
 class PeerMemory(Value, frozen=True, kw_only=True):
-    """A registered page pool as a transfer backend describes it to the other side."""
+    """The registered page pool of one rank, as a transfer backend describes it to the other side.
+
+    Its pages hold the KV heads `first_head`, `first_head + 1`, ... of the whole model's.
+    """
 
     agent_name: str
     metadata: bytes
     base_address: int
     num_pages: int
     page_bytes: int
+    """Of this rank's part of a page."""
+    first_head: int
+    num_heads: int
     device_id: int = 0
     kind: str = "DRAM"
 
@@ -463,7 +470,8 @@ class PeerHello(Wire, frozen=True, kw_only=True):
     """Handshake: opens or refreshes the link of this decode incarnation."""
 
     fingerprint: Fingerprint
-    memory: PeerMemory
+    memories: tuple[PeerMemory, ...]
+    """One of each rank, in the order of ranks; a page id names a page of each."""
     lease_s: float
     """How long after an echoed `Ping` prefill may still post writes into this node."""
     link: int = 1
@@ -520,7 +528,7 @@ ToPrefill = PeerHello | Destination | Cancel | Sync | Pong | PeerBye
 
 
 class PeerWelcome(Wire, frozen=True, kw_only=True):
-    """The handshake succeeded: the transfer backend knows decode's memory."""
+    """The handshake succeeded: the transfer backend knows decode's memories."""
 
     fingerprint: Fingerprint
 

@@ -94,15 +94,24 @@ class BatchResult:
 
 @dataclass(frozen=True, slots=True)
 class AddPeer:
-    """Make a remote pool writable; answered by `PeerAdded` or `PeerFailed`."""
+    """Make the pools of a peer's ranks writable; answered by `PeerAdded` or `PeerFailed`."""
 
     peer: Incarnation
-    memory: PeerMemory
+    memories: tuple[PeerMemory, ...]
+
+    @property
+    def memory(self) -> PeerMemory:
+        """The only one, for a backend that writes to one rank. Raises ValueError if it is not."""
+        (memory,) = self.memories
+        return memory
 
 
 @dataclass(frozen=True, slots=True)
 class RemovePeer:
-    """Forget a peer. Its posted writes still end with one event each."""
+    """Forget a peer, also what has come of notifications of its writes that are incomplete.
+
+    Writes posted into it still end with one event each.
+    """
 
     peer: Incarnation
 
@@ -181,7 +190,28 @@ class Notified:
     payload: bytes
 
 
-TransferEvent = PeerAdded | PeerFailed | WriteDone | WriteFailed | Notified
+@dataclass(frozen=True, slots=True)
+class PieceLanded:
+    """One of several pieces of a peer's write has landed, and not the last of them.
+
+    The write goes from rank to rank and ends with `Notified` once all pieces are here. Until then,
+    or if that never comes, this tells that some bytes of its pages were written.
+    """
+
+    payload: bytes
+    """The write's notification."""
+
+
+@dataclass(frozen=True, slots=True)
+class PiecesDropped:
+    """So many pieces of writes into this node were repeated, or given up: the others never came."""
+
+    count: int
+
+
+TransferEvent = (
+    PeerAdded | PeerFailed | WriteDone | WriteFailed | Notified | PieceLanded | PiecesDropped
+)
 
 # ---------------------------------------------------------------- adapters
 

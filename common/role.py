@@ -11,7 +11,7 @@ from typing import ClassVar, Generic
 from common.events import FromPeer, PeerClosed, PeerProbed
 from common.lifecycle import R, State
 from common.messages import FailureKind, Generate, Incarnation, PeerNode
-from common.plan import Notified, PeerAdded, Row, Sample, WriteDone, WriteFailed
+from common.plan import Notified, PeerAdded, PieceLanded, Row, Sample, WriteDone, WriteFailed
 
 
 class Role(ABC, Generic[R]):
@@ -72,7 +72,9 @@ class Role(ABC, Generic[R]):
         """Tell the peers that this node leaves, holding nothing and writing nothing any more."""
 
     @abstractmethod
-    def _on_transfer_event(self, event: PeerAdded | WriteDone | WriteFailed | Notified) -> None:
+    def _on_transfer_event(
+        self, event: PeerAdded | WriteDone | WriteFailed | Notified | PieceLanded
+    ) -> None:
         """Take in what the transfer backend says, but for a peer's loss."""
 
     def _on_peers(self, router: Incarnation, nodes: Sequence[PeerNode] | None) -> None:

@@ -55,6 +55,7 @@ from common.plan import (
     GrammarEvent,
     NotSampled,
     PeerFailed,
+    PiecesDropped,
     Row,
     StepPlan,
     TransferEvent,
@@ -147,6 +148,8 @@ class Scheduler(Role[R]):
         match event:
             case PeerFailed(peer, error):
                 self._on_peer_lost(peer, error)
+            case PiecesDropped(count):
+                self.counters["dropped_pieces"] += count
             case _:
                 self._on_transfer_event(event)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from common.messages import Incarnation, ToPrefill
 from common.outbox import Outbox
+from common.plan import RemovePeer
 
 
 @dataclass(slots=True)
@@ -69,6 +70,10 @@ class PrefillLinks:
             return False
         del self._links[peer]
         return True
+
+    def forget_pieces(self, peer: Incarnation) -> None:
+        """No write of `peer` that has come in part will be completed for a room that waits."""
+        self._outbox.transfer(RemovePeer(peer))
 
     def send(self, peer: Incarnation, body: ToPrefill) -> None:
         """Over the peer's link, if it is ready; `Sync` repeats what matters on the next one."""

@@ -197,6 +197,9 @@ class PrefillSide:
         if current:
             self._give_up_rooms(peer, event.why)
         self._quarantine.on_closed(peer, now, silent_s=event.silent_s, gone=event.gone)
+        if not any(req.prefill == peer for req in self._transfer):
+            # One that left by its own word has ended all its writes, so their last pieces come yet.
+            self._links.forget_pieces(peer)
 
     def _give_up_rooms(self, peer: Incarnation, why: str) -> None:
         """Nothing more will be heard on this link: what waits on it fails, pages are set aside."""

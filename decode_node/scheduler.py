@@ -35,7 +35,7 @@ from common.messages import (
     NodeStats,
     PeerNode,
 )
-from common.plan import Notified, PeerAdded, Row, Sample, WriteDone, WriteFailed
+from common.plan import Notified, PeerAdded, PieceLanded, Row, Sample, WriteDone, WriteFailed
 from common.scheduler import Scheduler
 from common.settings import SchedulerSettings
 from common.tombstones import Ending, Tombstone
@@ -162,14 +162,18 @@ class DecodeScheduler(Scheduler[DecodeReq]):
 
     # ------------------------------------------------------------ what lands
 
-    def _on_transfer_event(self, event: PeerAdded | WriteDone | WriteFailed | Notified) -> None:
-        if isinstance(event, Notified):
-            self._on_notified(event.payload)
+    def _on_transfer_event(
+        self, event: PeerAdded | WriteDone | WriteFailed | Notified | PieceLanded
+    ) -> None:
+        if isinstance(event, Notified | PieceLanded):
+            self._on_landed(event)
         else:
             self.counters["stale_messages"] += 1
 
-    def _on_notified(self, payload: bytes) -> None:
-        chunk = read_notification(payload, self.settings.vocab_size)
+    def _on_landed(self, event: Notified | PieceLanded) -> None:
+        """A room's chunk is here, or a piece of it; what is after a room's end is stray, whole or
+        not, since its bytes are in place."""
+        chunk = read_notification(event.payload, self.settings.vocab_size)
         if chunk is None:
             self.counters["garbage_notifications"] += 1
             return
@@ -181,7 +185,8 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             return
         stone = self._tombstones.get(chunk.room)
         if req is not None and req in self.transfer_queue:
-            self._on_chunk(req, chunk)
+            if isinstance(event, Notified):
+                self._on_chunk(req, chunk)
         elif self.kv.in_quarantine(chunk.room) or (stone and chunk.chunk in stone.landed):
             self.counters["late_writes"] += 1
         else:

@@ -53,6 +53,7 @@ from deploy.default_model import resolve_model
 from deploy.errors import StartupError
 from prefill_node.scheduler import PrefillScheduler
 from transfer.nixl import NixlTransfer
+from transfer.sharded import ShardedTransfer
 
 log = logging.getLogger("node")
 
@@ -74,7 +75,7 @@ def select_half(mode: DisaggregationMode, config: NodeConfig) -> Half:
             assert isinstance(config, PrefillConfig)
             return Half(
                 PeerServer(config.side_channel_port),
-                lambda settings, cache: PrefillScheduler(settings, cache.page_bytes),
+                lambda settings, cache: PrefillScheduler(settings, cache.head_bytes),
             )
         case DisaggregationMode.DECODE:
             assert isinstance(config, DecodeConfig)
@@ -194,7 +195,7 @@ def _compose(
     registration = Registration(
         served_model_name=config.served_model_name or config.model.rstrip("/").rpartition("/")[2],
         fingerprint=agreed,
-        memory=transfer.memory,
+        memories=transfer.memories,
         max_model_len=max_model_len,
         max_running_requests=config.max_running_requests,
     )
@@ -240,11 +241,21 @@ def _make_cache(config: NodeConfig, model: LoadedModel) -> PagedKVCache:
     return cache
 
 
-def _register(params: dict[str, str], cache: PagedKVCache, identity: NodeIdentity) -> NixlTransfer:
+def _register(
+    params: dict[str, str], cache: PagedKVCache, identity: NodeIdentity
+) -> ShardedTransfer:
     try:
-        return NixlTransfer(
-            cache.base_address, cache.num_pages, cache.page_bytes, identity.incarnation, params
+        local = NixlTransfer(
+            cache.base_address,
+            cache.num_pages,
+            cache.page_bytes,
+            identity.incarnation,
+            params,
+            num_layers=cache.num_layers,
+            first_head=0,
+            num_heads=cache.num_kv_heads,
         )
+        return ShardedTransfer([local], identity.incarnation)
     except Exception as error:  # NIXL's own kinds, none of which tells more than its text
         raise StartupError(f"NIXL could not register the pool: {_first_line(error)}") from error
 

@@ -2,7 +2,7 @@
 
 from typing import assert_never
 
-from common.messages import Destination, PeerMemory, Room, RoomFailed, RoomFinished
+from common.messages import Destination, Room, RoomFailed, RoomFinished
 from common.tombstones import Ending, Tombstone
 from transfer.handshake import page_ids_problem
 
@@ -25,13 +25,14 @@ def ending(room: Room, stone: Tombstone) -> RoomFinished | RoomFailed | None:
 def destination_problem(
     destination: Destination,
     num_pages: int,
-    memory: PeerMemory | None,
+    decode_pages: int | None,
     weight_version: str,
     adapter: str,
 ) -> str | None:
     """Why a prompt of `num_pages` pages cannot be written there, or None.
 
-    `memory`: decode's. `adapter`: digest of the one the prompt is computed with; empty for none.
+    `decode_pages`: how many decode has; None without a link. `adapter`: digest of the one that the
+    prompt is computed with; empty for none.
     """
     if destination.weight_version != weight_version:
         return (
@@ -39,10 +40,10 @@ def destination_problem(
         )
     if destination.adapter != adapter:
         return f"the adapter is {adapter!r} here, {destination.adapter!r} on decode"
-    if memory is None:
+    if decode_pages is None:
         return "the link to decode is gone"
     if not 0 <= destination.first_page < num_pages:
         return f"first page {destination.first_page} of {num_pages}"
     if len(destination.pages) != num_pages - destination.first_page:
         return f"{len(destination.pages)} pages for {num_pages - destination.first_page}"
-    return page_ids_problem(destination.pages, memory.num_pages)
+    return page_ids_problem(destination.pages, decode_pages)

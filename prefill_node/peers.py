@@ -13,14 +13,14 @@ from common.messages import (
 )
 from common.outbox import Outbox
 from common.plan import AddPeer, RemovePeer, RenewLease
-from transfer.handshake import memory_problem, mismatch
+from transfer.handshake import memories_problem, mismatch
 
 
 @dataclass(slots=True)
 class DecodeLink:
     number: int
     """Decode's own number of this link."""
-    memory: PeerMemory
+    memories: tuple[PeerMemory, ...]
     ready: bool = False
     lease_until: float = field(default=0.0)
 
@@ -34,9 +34,10 @@ class DecodeLinks:
     older one, because the backend forgets the peer, and with it the lease, in between.
     """
 
-    def __init__(self, fingerprint: Fingerprint, page_bytes: int, outbox: Outbox) -> None:
+    def __init__(self, fingerprint: Fingerprint, head_bytes: int, outbox: Outbox) -> None:
+        """`head_bytes`: what one KV head takes in a page, over all layers."""
         self._fingerprint = fingerprint
-        self._page_bytes = page_bytes
+        self._head_bytes = head_bytes
         self._outbox = outbox
         self._links: dict[Incarnation, DecodeLink] = {}
 
@@ -54,8 +55,8 @@ class DecodeLinks:
 
         A superseded link has been removed.
         """
-        problem = mismatch(self._fingerprint, hello.fingerprint) or memory_problem(
-            hello.memory, self._page_bytes
+        problem = mismatch(self._fingerprint, hello.fingerprint) or memories_problem(
+            hello.memories, self._fingerprint.num_kv_heads, self._head_bytes
         )
         if problem is not None:
             self._outbox.to_peer(peer, number, PeerRefused(reason=problem))
@@ -64,8 +65,8 @@ class DecodeLinks:
         if link is not None and link.number > number:
             return False
         if link is None:
-            self._links[peer] = DecodeLink(number, hello.memory)
-            self._outbox.transfer(AddPeer(peer, hello.memory))
+            self._links[peer] = DecodeLink(number, hello.memories)
+            self._outbox.transfer(AddPeer(peer, hello.memories))
         elif link.ready:
             self.send(peer, PeerWelcome(fingerprint=self._fingerprint))
         return True
@@ -104,7 +105,7 @@ class DecodeLinks:
     def linked(self) -> list[Incarnation]:
         return list(self._links)
 
-    def ready(self, peer: Incarnation) -> PeerMemory | None:
-        """The peer's memory if it may be written to."""
+    def num_pages(self, peer: Incarnation) -> int | None:
+        """How many pages the peer has, if it may be written to."""
         link = self._links.get(peer)
-        return link.memory if link is not None and link.ready else None
+        return link.memories[0].num_pages if link is not None and link.ready else None

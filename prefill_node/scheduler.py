@@ -43,6 +43,7 @@ from common.messages import (
 from common.plan import (
     Notified,
     PeerAdded,
+    PieceLanded,
     Row,
     Sample,
     WriteDone,
@@ -66,14 +67,15 @@ class PrefillScheduler(Scheduler[PrefillReq]):
     _WITHOUT_PAGES = (State.BOOTSTRAP, State.WAITING)
     _NOT_COMPUTED = _WITHOUT_PAGES
 
-    def __init__(self, settings: SchedulerSettings, page_bytes: int) -> None:
+    def __init__(self, settings: SchedulerSettings, head_bytes: int) -> None:
+        """`head_bytes`: what one KV head takes in a page, over all layers."""
         super().__init__(settings, PREFILL_EDGES)
         self.bootstrap_queue = self.queues[State.BOOTSTRAP]
         self.waiting_queue = self.queues[State.WAITING]
         self.prefilling = self.queues[State.PREFILLING]
         self.inflight_queue = self.queues[State.INFLIGHT]
         self.aborting_queue = self.queues[State.ABORTING]
-        self.links = DecodeLinks(settings.fingerprint, page_bytes, self._outbox)
+        self.links = DecodeLinks(settings.fingerprint, head_bytes, self._outbox)
         self._early = EarlyDestinations(settings.twin_timeout_s)
 
     # ------------------------------------------------------------ new requests
@@ -96,9 +98,12 @@ class PrefillScheduler(Scheduler[PrefillReq]):
         """The request's twin messages have met."""
         req.peer, req.destination = peer, destination
         num_pages = self.kv.pages_for(req.num_tokens)
-        memory = self.links.ready(peer)
         problem = destination_problem(
-            destination, num_pages, memory, self.settings.weight_version, req.adapter_digest
+            destination,
+            num_pages,
+            self.links.num_pages(peer),
+            self.settings.weight_version,
+            req.adapter_digest,
         )
         if problem is not None:
             self._fail(req, FailureKind.TRANSFER, problem)
@@ -153,7 +158,7 @@ class PrefillScheduler(Scheduler[PrefillReq]):
                 assert_never(message)
 
     def _on_destination(self, peer: Incarnation, destination: Destination) -> None:
-        if self.links.ready(peer) is None:
+        if self.links.num_pages(peer) is None:
             self.counters["stale_messages"] += 1
             self.links.send(peer, PeerRefused(reason=NOT_LINKED))
             return
@@ -188,7 +193,7 @@ class PrefillScheduler(Scheduler[PrefillReq]):
 
     def _on_sync(self, peer: Incarnation, sync: Sync) -> None:
         """Level-triggered repair: whatever message was lost, say again what decode needs."""
-        if self.links.ready(peer) is None:
+        if self.links.num_pages(peer) is None:
             self.links.send(peer, PeerRefused(reason=NOT_LINKED))
             return
         for room in sync.cancelling:
@@ -211,7 +216,9 @@ class PrefillScheduler(Scheduler[PrefillReq]):
         if said is not None:
             self.links.send(peer, said)
 
-    def _on_transfer_event(self, event: PeerAdded | WriteDone | WriteFailed | Notified) -> None:
+    def _on_transfer_event(
+        self, event: PeerAdded | WriteDone | WriteFailed | Notified | PieceLanded
+    ) -> None:
         match event:
             case PeerAdded(peer):
                 self.links.on_added(peer)
@@ -221,7 +228,7 @@ class PrefillScheduler(Scheduler[PrefillReq]):
             case WriteFailed(room, chunk, error):
                 self.counters["failed_writes"] += 1
                 self._on_write_ended(room, chunk, error)
-            case Notified():
+            case Notified() | PieceLanded():
                 self.counters["stale_messages"] += 1
             case _:
                 assert_never(event)

@@ -2,6 +2,9 @@
 
 A prefill node submits `AddPeer`, `RenewLease`, `Write`; a decode node only registers its pool,
 answers nothing, and hears of landed writes through `Notified`. Every node may do both.
+
+A node has a backend for each of its ranks, which writes to peers of one rank (`nixl`, `memory`);
+`sharded` makes one backend of them, whose peers may have any number of ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +15,7 @@ from common.plan import TransferCommand, TransferEvent
 
 
 class TransferBackend(Protocol):
-    """One-sided writes of whole pages between registered pools. The contract of all backends:
+    """One-sided writes of pages between registered pools. The contract of all backends:
 
     **Endings.** Every submitted `Write` ends with exactly one `WriteDone` or `WriteFailed`,
     whatever becomes of its peer: unknown, removed, dead, lease over, page ids wrong, this backend
@@ -23,14 +26,17 @@ class TransferBackend(Protocol):
     **Notifications.** `Notified` appears at the target only after all bytes of its own write are in
     place. Two writes may land in any order, also when one was submitted long before the other. A
     write may land, and notify, although its sender reports `WriteFailed` (the acknowledgement was
-    lost), never the reverse.
+    lost), never the reverse. No two writes of a node may have equal notifications, and none may
+    begin with `pieces.MARK`. Where a write comes in several pieces, from rank to rank,
+    `PieceLanded` tells of each but the last.
 
     **Leases.** A `Write` is posted only while `clock() < until` of its peer's newest `RenewLease`,
     checked right before posting. Without a `RenewLease` since `AddPeer` nothing is posted.
 
     **Peers.** Commands for one peer take effect in the order of submission. `AddPeer` of a known
-    peer with equal memory answers `PeerAdded` again and keeps its lease; with other memory, or
-    after a break, the peer is forgotten first. `PeerFailed` comes once when a peer cannot be added
+    peer with equal memories answers `PeerAdded` again and keeps its lease; with others, or after a
+    break, the peer is forgotten first. An `AddPeer` that is forgotten before it was answered may
+    stay without an answer. `PeerFailed` comes once when a peer cannot be added
     or once when its connection breaks; the peer is then forgotten without a `RemovePeer`, its
     posted writes end on their own, and `AddPeer` may bring it back. Where writes to a forgotten
     peer are still posted, a new `AddPeer` of it waits for their end. A peer that is restarted has
@@ -41,8 +47,8 @@ class TransferBackend(Protocol):
     """
 
     @property
-    def memory(self) -> PeerMemory:
-        """This side's registered pool, for the handshake. Constant."""
+    def memories(self) -> tuple[PeerMemory, ...]:
+        """This side's registered pools, one of each rank, for the handshake. Constant."""
         ...
 
     def start(self, wake: Callable[[], None]) -> None:

@@ -5,9 +5,14 @@ from collections.abc import Sequence
 import msgspec
 
 from common.messages import Fingerprint, PeerMemory
+from transfer.head_ranges import HeadRange, ranges_problem
 
 MAX_PAGES = 1 << 24
 """More pages than any real pool has: what a peer claims sizes arrays here."""
+MAX_METADATA_BYTES = 1 << 20
+"""A thousand times what an agent's metadata takes."""
+MAX_DEVICE_ID = 1 << 16
+KINDS = ("DRAM", "VRAM")
 
 
 def mismatch(ours: Fingerprint, theirs: Fingerprint) -> str | None:
@@ -19,16 +24,49 @@ def mismatch(ours: Fingerprint, theirs: Fingerprint) -> str | None:
     return None
 
 
-def memory_problem(memory: PeerMemory, page_bytes: int) -> str | None:
-    """Why a peer's pool cannot be written to by one with pages of `page_bytes`; None if it can."""
-    if memory.page_bytes != page_bytes:
-        return f"page_bytes differs: {page_bytes} here, {memory.page_bytes} on the peer"
+def heads_of(memory: PeerMemory) -> HeadRange:
+    """The KV heads that a rank's pages hold."""
+    return HeadRange(memory.first_head, memory.num_heads)
+
+
+def memories_problem(
+    memories: Sequence[PeerMemory], num_kv_heads: int, head_bytes: int
+) -> str | None:
+    """Why a peer's ranks cannot be written to; None if they can.
+
+    `num_kv_heads`: of the whole model. `head_bytes`: what one of them takes in a page, here.
+    """
+    problem = ranges_problem([heads_of(memory) for memory in memories], num_kv_heads)
+    if problem is not None:
+        return problem
+    if len({memory.agent_name for memory in memories}) != len(memories):
+        return "two ranks have one agent name"
+    if len({memory.num_pages for memory in memories}) != 1:
+        return "the ranks' pools have different numbers of pages"
+    for rank, memory in enumerate(memories):
+        problem = memory_problem(memory, head_bytes)
+        if problem is not None:
+            return f"rank {rank}: {problem}" if len(memories) > 1 else problem
+    return None
+
+
+def memory_problem(memory: PeerMemory, head_bytes: int) -> str | None:
+    """Why the pool of one rank cannot be written to; None if it can."""
+    if memory.num_heads < 1 or memory.first_head < 0:
+        return f"{memory.num_heads} KV heads from {memory.first_head} on"
+    if memory.page_bytes != memory.num_heads * head_bytes:
+        heads = f"{memory.num_heads} KV heads of {head_bytes} bytes"
+        return f"page_bytes differs: {heads} a page here, {memory.page_bytes} on the peer"
     if memory.num_pages <= 0 or memory.base_address <= 0:
         return f"no usable pool: {memory.num_pages} pages at {memory.base_address:#x}"
     if memory.num_pages > MAX_PAGES:
         return f"{memory.num_pages} pages are more than {MAX_PAGES}"
     if memory.base_address + memory.num_pages * memory.page_bytes >= 1 << 64:
         return "the pool exceeds the address space"
+    if memory.kind not in KINDS or not 0 <= memory.device_id < MAX_DEVICE_ID:
+        return f"no memory that is known here: {memory.kind[:20]!r} {memory.device_id}"
+    if not memory.agent_name or len(memory.metadata) > MAX_METADATA_BYTES:
+        return f"no agent: {memory.agent_name[:80]!r}, {len(memory.metadata)} bytes of metadata"
     return None
 
 

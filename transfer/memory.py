@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 from common.messages import Incarnation, PeerMemory
 from common.plan import TransferCommand, TransferEvent, Write
+from transfer.handshake import heads_of
+from transfer.layout import check_layout, common_rows, page_rows
 from transfer.poster import Poster, WriteState
 
 CLOSED = "this node's transfer is closed"
@@ -40,22 +42,23 @@ class Endpoint:
 
     name: str
     pool: memoryview
-    page_bytes: int
+    base_address: int
     inbox: list[bytes] = field(default_factory=list)
     wake: Callable[[], None] | None = None
 
-    def page(self, page_id: int) -> memoryview:
-        return self.pool[page_id * self.page_bytes : (page_id + 1) * self.page_bytes]
+    def part(self, address: int, length: int) -> memoryview:
+        return self.pool[address - self.base_address :][:length]
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A posted write. `remaining` pairs (source page, target page) are not copied yet."""
+    """A posted write."""
 
     source: Endpoint
     target: str
-    write: Write
-    remaining: list[tuple[int, int]]
+    notification: bytes
+    remaining: list[tuple[int, int, int]]
+    """What is not copied yet: source address, target address, length."""
     due: int
     fails: bool
     hangs: bool
@@ -122,20 +125,21 @@ class MemoryFabric:
     def is_attached(self, agent_name: str) -> bool:
         return agent_name in self._endpoints
 
-    def post(self, source: Endpoint, target: str, write: Write) -> Flight:
-        """Raises ConnectionError if either side is gone."""
+    def post(
+        self, source: Endpoint, target: str, parts: list[tuple[int, int, int]], notification: bytes
+    ) -> Flight:
+        """`parts` as in `Flight`. Raises ConnectionError if either side is gone."""
         with self.lock:
             for name in (source.name, target):
                 if name not in self._endpoints:
                     raise ConnectionError(f"agent {name!r} is gone")
             faults, draw = self.faults, self._random
-            pairs = list(zip(write.source_pages, write.target_pages, strict=True))
-            draw.shuffle(pairs)
+            draw.shuffle(parts)
             flight = Flight(
                 source,
                 target,
-                write,
-                pairs,
+                notification,
+                parts,
                 due=self._now + draw.randint(*faults.delay),
                 fails=draw.random() < faults.failure,
                 hangs=draw.random() < faults.hang,
@@ -162,15 +166,15 @@ class MemoryFabric:
         else:
             while flight.remaining:
                 self._copy(flight, target)
-            target.inbox.append(flight.write.notification)
+            target.inbox.append(flight.notification)
             if target.wake is not None:
                 target.wake()
             lost = "the connection broke (planted) after the bytes"
             self._end(flight, None if flight.acknowledged else lost)
 
     def _copy(self, flight: Flight, target: Endpoint) -> None:
-        source_page, target_page = flight.remaining.pop()
-        target.page(target_page)[:] = flight.source.page(source_page)
+        here, there, length = flight.remaining.pop()
+        target.part(there, length)[:] = flight.source.part(here, length)
 
     def _end(self, flight: Flight, error: str | None) -> None:
         self._flights.remove(flight)
@@ -183,9 +187,13 @@ class MemoryFabric:
 class MemoryAgent:
     """The write primitives over a fabric."""
 
-    def __init__(self, fabric: MemoryFabric, endpoint: Endpoint) -> None:
+    def __init__(
+        self, fabric: MemoryFabric, endpoint: Endpoint, memory: PeerMemory, num_layers: int
+    ) -> None:
         self._fabric = fabric
         self._endpoint = endpoint
+        self._memory = memory
+        self._num_layers = num_layers
 
     @staticmethod
     def metadata(agent_name: str) -> bytes:
@@ -201,7 +209,14 @@ class MemoryAgent:
         """A fabric keeps nothing for a pair of agents."""
 
     def post(self, memory: PeerMemory, write: Write) -> Flight:
-        return self._fabric.post(self._endpoint, memory.agent_name, write)
+        pages = write.source_pages, write.target_pages
+        if heads_of(memory) == heads_of(self._memory):
+            local, remote = page_rows(self._memory, pages[0]), page_rows(memory, pages[1])
+        else:
+            local, remote = common_rows(self._memory, memory, self._num_layers, *pages)
+        here, there = local.tolist(), remote.tolist()
+        parts = [(h[0], t[0], h[1]) for h, t in zip(here, there, strict=True)]
+        return self._fabric.post(self._endpoint, memory.agent_name, parts, write.notification)
 
     def state(self, handle: Flight) -> WriteState:
         return handle.state
@@ -218,7 +233,8 @@ class MemoryTransfer:
     """A `TransferBackend` without threads: work is done inside `submit`, `poll` and `fabric.step`.
 
     `pool` is writable bytes, `num_pages * page_bytes` of them (a numpy array's or a bytearray's
-    view). `clock` judges leases only.
+    view), laid out as `transfer.layout` says, with the KV heads `first_head`, ... of the model's.
+    `clock` judges leases only.
     """
 
     def __init__(
@@ -228,30 +244,36 @@ class MemoryTransfer:
         page_bytes: int,
         incarnation: Incarnation,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        num_layers: int = 1,
+        first_head: int = 0,
+        num_heads: int = 1,
     ) -> None:
         flat = pool.cast("B")
         if flat.readonly or len(flat) % page_bytes or not len(flat):
             raise ValueError(f"{len(flat)} bytes are not writable pages of {page_bytes}")
         name = f"pdserve-{incarnation}"
-        num_pages = len(flat) // page_bytes
-        self._fabric = fabric
-        self._endpoint = Endpoint(name, flat, page_bytes)
-        agent = MemoryAgent(fabric, self._endpoint)
-        # A stand-in for an address: pages are found by id, and 0 would be no usable pool.
+        # A stand-in for an address: 0 would be no usable pool.
         self._memory = PeerMemory(
             agent_name=name,
-            metadata=agent.metadata(name),
+            metadata=MemoryAgent.metadata(name),
             base_address=page_bytes,
-            num_pages=num_pages,
+            num_pages=len(flat) // page_bytes,
             page_bytes=page_bytes,
+            first_head=first_head,
+            num_heads=num_heads,
         )
-        self._poster = Poster(agent, num_pages, page_bytes, clock)
+        check_layout(self._memory, num_layers)
+        self._fabric = fabric
+        self._endpoint = Endpoint(name, flat, self._memory.base_address)
+        agent = MemoryAgent(fabric, self._endpoint, self._memory, num_layers)
+        self._poster = Poster(agent, self._memory, clock)
         self._closed = False
         fabric.attach(self._endpoint)
 
     @property
-    def memory(self) -> PeerMemory:
-        return self._memory
+    def memories(self) -> tuple[PeerMemory, ...]:
+        return (self._memory,)
 
     def start(self, wake: Callable[[], None]) -> None:
         self._endpoint.wake = wake

@@ -20,7 +20,8 @@ from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
 from common.messages import Incarnation, PeerMemory
 from common.plan import Write
-from transfer.layout import page_indices, page_rows
+from transfer.handshake import heads_of
+from transfer.layout import check_layout, common_rows, page_indices, page_rows
 from transfer.pacing import Pacing
 from transfer.poster import WriteState, describe
 from transfer.threaded import ThreadedTransfer
@@ -62,7 +63,7 @@ class PostedTransfer:
 class NixlAgent:
     """The write primitives over one NIXL agent; used by one thread at a time."""
 
-    def __init__(self, memory: PeerMemory, backend_params: dict[str, str]) -> None:
+    def __init__(self, memory: PeerMemory, num_layers: int, backend_params: dict[str, str]) -> None:
         config = nixl_agent_config(
             enable_prog_thread=False,
             backends=[],
@@ -74,8 +75,11 @@ class NixlAgent:
         self._registered: Any = self._agent.register_memory(
             [(memory.base_address, size, memory.device_id, "")], memory.kind
         )
+        self._memory = memory
+        self._num_layers = num_layers
         self._local: Any = self._prepare("NIXL_INIT_AGENT", memory)
         self._remote: dict[str, Any] = {}
+        """By agent name, the whole pages of its pool; None where it has other heads than this."""
 
     def metadata(self) -> bytes:
         return bytes(self._agent.get_agent_metadata())
@@ -92,24 +96,31 @@ class NixlAgent:
                     self._agent.remove_remote_agent(name)
                 raise ValueError(f"the metadata is of agent {name!r}, not {memory.agent_name!r}")
             self._agent.make_connection(name)
-            self._remote[name] = self._prepare(name, memory)
+            whole = heads_of(memory) == heads_of(self._memory)
+            self._remote[name] = self._prepare(name, memory) if whole else None
         except Exception:
             self._forget_agent(memory.agent_name)
             raise
 
     def remove_peer(self, memory: PeerMemory) -> None:
-        self._remote.pop(memory.agent_name).release()
+        pages = self._remote.pop(memory.agent_name)
+        if pages is not None:
+            pages.release()
         self._agent.remove_remote_agent(memory.agent_name)
 
     def post(self, memory: PeerMemory, write: Write) -> PostedTransfer:
-        handle = self._agent.make_prepped_xfer(
-            "WRITE",
-            self._local,
-            page_indices(write.source_pages),
-            self._remote[memory.agent_name],
-            page_indices(write.target_pages),
-            write.notification,
-        )
+        pages = self._remote[memory.agent_name]
+        if pages is None:
+            handle = self._some_heads(memory, write)
+        else:
+            handle = self._agent.make_prepped_xfer(
+                "WRITE",
+                self._local,
+                page_indices(write.source_pages),
+                pages,
+                page_indices(write.target_pages),
+                write.notification,
+            )
         posted = PostedTransfer(handle)
         # A post that raises may have sent some pages: it ends like any broken write.
         self._take(posted, self._agent.transfer)
@@ -158,8 +169,18 @@ class NixlAgent:
             posted.failed_at = time.monotonic()
 
     def _prepare(self, name: str, memory: PeerMemory) -> Any:
-        rows = page_rows(memory.base_address, memory.num_pages, memory.page_bytes, memory.device_id)
-        return self._agent.prep_xfer_dlist(name, rows, memory.kind)
+        return self._agent.prep_xfer_dlist(name, page_rows(memory), memory.kind)
+
+    def _some_heads(self, memory: PeerMemory, write: Write) -> Any:
+        """A transfer of the heads that both pools have, described for these pages alone."""
+        here, there = common_rows(
+            self._memory, memory, self._num_layers, write.source_pages, write.target_pages
+        )
+        local = self._agent.get_xfer_descs(here, self._memory.kind)
+        remote = self._agent.get_xfer_descs(there, memory.kind)
+        return self._agent.initialize_xfer(
+            "WRITE", local, remote, memory.agent_name, write.notification
+        )
 
     def _forget_agent(self, name: str) -> None:
         try:
@@ -171,8 +192,9 @@ class NixlAgent:
 class NixlTransfer(ThreadedTransfer[PostedTransfer]):
     """A `TransferBackend` over NIXL.
 
-    The pool (`num_pages` pieces of `page_bytes` from `pool_address`) is registered once and must
-    outlive `close`. `backend_params` go to NIXL's UCX backend; `UCX_*` variables of the environment
+    The pool (`num_pages` pages of `page_bytes` from `pool_address`, laid out as `transfer.layout`
+    says, with KV heads `first_head`, ... of the model's) is registered once and must outlive
+    `close`. `backend_params` go to NIXL's UCX backend; `UCX_*` variables of the environment
     are read when this is constructed. `kind` is DRAM or VRAM. `clock` judges leases. Raises what
     NIXL raises when the agent or the registration fails.
     """
@@ -184,6 +206,10 @@ class NixlTransfer(ThreadedTransfer[PostedTransfer]):
         page_bytes: int,
         incarnation: Incarnation,
         backend_params: dict[str, str],
+        *,
+        num_layers: int,
+        first_head: int,
+        num_heads: int,
         kind: str = "DRAM",
         device_id: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -195,9 +221,12 @@ class NixlTransfer(ThreadedTransfer[PostedTransfer]):
             base_address=pool_address,
             num_pages=num_pages,
             page_bytes=page_bytes,
+            first_head=first_head,
+            num_heads=num_heads,
             device_id=device_id,
             kind=kind,
         )
-        agent = NixlAgent(memory, backend_params)
+        check_layout(memory, num_layers)
+        agent = NixlAgent(memory, num_layers, backend_params)
         described = msgspec.structs.replace(memory, metadata=seal(agent.metadata()))
         super().__init__(agent, described, clock, pacing or Pacing())

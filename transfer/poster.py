@@ -1,5 +1,8 @@
 """The transfer contract over any one-sided write library: peers, leases, and each write's one end.
 
+A poster writes from the pool of one rank into peers of one rank each; what has several is cut into
+such peers and writes by `transfer.sharded`.
+
 `Poster` is what the backends share. It knows no thread, clock or library of its own: commands go
 in, `progress` asks the library how posted writes fare, events come out.
 
@@ -35,7 +38,7 @@ from common.plan import (
     WriteDone,
     WriteFailed,
 )
-from transfer.handshake import memory_problem, page_ids_problem
+from transfer.handshake import heads_of, memory_problem, page_ids_problem
 from transfer.kept_peers import KeptPeers
 
 ASKED_PER_ROUND = 16
@@ -89,6 +92,8 @@ class WriteAgent(Protocol[Handle]):
 @dataclass(slots=True)
 class _Peer:
     memory: PeerMemory
+    bytes_a_page: int
+    """Of the heads that both pools hold."""
     lease_until: float | None = None
     num_posted: int = 0
     leaving: bool = False
@@ -111,14 +116,14 @@ class Poster(Generic[Handle]):
     def __init__(
         self,
         agent: WriteAgent[Handle],
-        num_pages: int,
-        page_bytes: int,
+        memory: PeerMemory,
         clock: Callable[[], float],
     ) -> None:
+        """`memory`: this rank's own."""
         self._agent = agent
         self._known = KeptPeers(agent)
-        self._num_pages = num_pages
-        self._page_bytes = page_bytes
+        self._memory = memory
+        self._head_bytes = memory.page_bytes // memory.num_heads
         self._clock = clock
         self._peers: dict[Incarnation, _Peer] = {}
         self._posted: deque[_Posted[Handle]] = deque()
@@ -164,17 +169,14 @@ class Poster(Generic[Handle]):
                 assert_never(command)
 
     def _add(self, command: AddPeer, known: _Peer | None) -> None:
-        if known is not None and known.memory == command.memory:
+        if known is not None and (known.memory,) == command.memories:
             self._events.append(PeerAdded(command.peer))
             return
         if known is not None:
             known.waiting.append(command)
             self._leave(command.peer, known)
             return
-        name = command.memory.agent_name
-        problem = memory_problem(command.memory, self._page_bytes)
-        if any(peer.memory.agent_name == name for peer in self._peers.values()):
-            problem = f"agent name {name!r} belongs to another peer"
+        problem = self._problem(command.memories)
         if problem is None:
             try:
                 self._known.add(command.memory)
@@ -183,8 +185,26 @@ class Poster(Generic[Handle]):
         if problem is not None:
             self._events.append(PeerFailed(command.peer, problem))
             return
-        self._peers[command.peer] = _Peer(command.memory)
+        self._peers[command.peer] = _Peer(command.memory, self._bytes_a_page(command.memory))
         self._events.append(PeerAdded(command.peer))
+
+    def _problem(self, memories: tuple[PeerMemory, ...]) -> str | None:
+        """Why a peer with these pools cannot be added; None if it is the library's turn to say."""
+        if len(memories) != 1:
+            return f"{len(memories)} pools, where this rank writes to one"
+        (memory,) = memories
+        name = memory.agent_name
+        if any(peer.memory.agent_name == name for peer in self._peers.values()):
+            return f"agent name {name!r} belongs to another peer"
+        problem = memory_problem(memory, self._head_bytes)
+        if problem is None and not self._bytes_a_page(memory):
+            return "no KV head in common"
+        return problem
+
+    def _bytes_a_page(self, memory: PeerMemory) -> int:
+        """How much of each page goes into that pool: the heads that both hold."""
+        heads = heads_of(self._memory).common(heads_of(memory))
+        return 0 if heads is None else heads.count * self._head_bytes
 
     def _write(self, write: Write, peer: _Peer | None) -> None:
         if peer is None:
@@ -211,7 +231,7 @@ class Poster(Generic[Handle]):
         """Why nothing may be posted. The lease is read last: it is the one that runs out."""
         if not write.source_pages or len(write.source_pages) != len(write.target_pages):
             return f"{len(write.source_pages)} pages into {len(write.target_pages)}"
-        problem = page_ids_problem(write.source_pages, self._num_pages)
+        problem = page_ids_problem(write.source_pages, self._memory.num_pages)
         if problem is not None:
             return f"source: {problem}"
         problem = page_ids_problem(write.target_pages, peer.memory.num_pages)
@@ -239,7 +259,7 @@ class Poster(Generic[Handle]):
         write, peer = posted.write, posted.peer
         peer.num_posted -= 1
         if state is WriteState.LANDED:
-            num_bytes = len(write.source_pages) * self._page_bytes
+            num_bytes = len(write.source_pages) * peer.bytes_a_page
             seconds = self._clock() - posted.posted_at
             self._events.append(WriteDone(write.room, write.chunk, num_bytes, seconds))
             if peer.leaving:

@@ -50,7 +50,7 @@ class ThreadedTransfer(Generic[Handle]):
     ) -> None:
         self._agent = agent
         self._memory = memory
-        self._poster = Poster(agent, memory.num_pages, memory.page_bytes, clock)
+        self._poster = Poster(agent, memory, clock)
         self._pacing = pacing
         self._mail: Mailbox[TransferCommand, TransferEvent] = Mailbox()
         self._closing = threading.Event()
@@ -58,8 +58,8 @@ class ThreadedTransfer(Generic[Handle]):
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
 
     @property
-    def memory(self) -> PeerMemory:
-        return self._memory
+    def memories(self) -> tuple[PeerMemory, ...]:
+        return (self._memory,)
 
     # ------------------------------------------------------------ the engine thread
 

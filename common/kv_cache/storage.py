@@ -79,6 +79,11 @@ class PagedKVCache:
         return math.prod(self.tensor.shape[1:]) * self.tensor.element_size()
 
     @property
+    def head_bytes(self) -> int:
+        """What one KV head takes in a page: the same on every rank of a node, and of its peers."""
+        return self.page_bytes // self.num_kv_heads
+
+    @property
     def base_address(self) -> int:
         """Address of page 0; page `i` begins `i * page_bytes` behind it."""
         return self.tensor.data_ptr()

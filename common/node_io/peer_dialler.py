@@ -185,7 +185,7 @@ class PeerDialler:
             return
         hello = PeerHello(
             fingerprint=registration.fingerprint,
-            memory=registration.memory,
+            memories=registration.memories,
             lease_s=self._lease_s,
             link=link.number,
         )

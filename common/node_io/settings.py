@@ -54,7 +54,8 @@ class Registration:
 
     served_model_name: str
     fingerprint: Fingerprint
-    memory: PeerMemory
+    memories: tuple[PeerMemory, ...]
+    """One of each rank."""
     max_model_len: int
     max_running_requests: int
     weight_version: str = ""
@@ -70,7 +71,7 @@ class Registration:
             fingerprint=self.fingerprint,
             max_model_len=self.max_model_len,
             max_running_requests=self.max_running_requests,
-            num_pages=self.memory.num_pages,
+            num_pages=self.memories[0].num_pages,
             side_channel=side_channel,
             weight_version=self.weight_version,
         )

@@ -52,7 +52,16 @@ def live(pipe: Connection, incarnation: str, seed: int, environment: dict[str, s
     """One process: answer verbs, report every event, hash what has landed."""
     os.environ.update(environment)
     pool = np.random.default_rng(seed).integers(0, 256, (NUM_PAGES, PAGE_BYTES), dtype=np.uint8)
-    transfer = NixlTransfer(pool.ctypes.data, NUM_PAGES, PAGE_BYTES, incarnation, {})
+    transfer = NixlTransfer(
+        pool.ctypes.data,
+        NUM_PAGES,
+        PAGE_BYTES,
+        incarnation,
+        {},
+        num_layers=1,
+        first_head=0,
+        num_heads=1,
+    )
     bell = os.eventfd(0)
     doomed = threading.Event()
 
@@ -62,7 +71,7 @@ def live(pipe: Connection, incarnation: str, seed: int, environment: dict[str, s
         os.eventfd_write(bell, 1)
 
     transfer.start(wake)
-    pipe.send(transfer.memory)
+    pipe.send(transfer.memories)
     while True:
         ready, _, _ = select.select([pipe.fileno(), bell], [], [])
         if bell in ready:
@@ -104,7 +113,7 @@ class Peer:
         self.events: list[TransferEvent] = []
         self.landed: dict[int, str] = {}
         """Room -> digest of its target pages when its notification came."""
-        self.memory: PeerMemory = self._receive()
+        self.memories: tuple[PeerMemory, ...] = self._receive()
 
     def _receive(self) -> Any:
         assert self.pipe.poll(TIMEOUT_S), f"{self.incarnation} says nothing; saw {self.events}"
@@ -183,7 +192,7 @@ def until(reached: Callable[[], bool], *peers: Peer) -> None:
 
 def connect(source: Peer, target: Peer) -> None:
     source.submit(
-        AddPeer(target.incarnation, target.memory),
+        AddPeer(target.incarnation, target.memories),
         RenewLease(target.incarnation, time.monotonic() + 3600),
     )
     target.submit(ExpectWrites(True))
@@ -265,7 +274,7 @@ def test_stopped_receiver_holds_writes_until_it_goes_on(start: Start) -> None:
     source.submit(
         write(500, target, pages_of(500)),
         RemovePeer("target"),
-        AddPeer("target", target.memory),
+        AddPeer("target", target.memories),
         RenewLease("target", time.monotonic() + 3600),
         write(501, target, pages_of(501)),
     )

@@ -229,9 +229,15 @@ class WireRig:
         """A decode node of another model shakes hands, and is refused."""
         info = await self.session.node_info({"url": self.fleet["prefill-0"].url})
         memory = PeerMemory(
-            agent_name="stranger", metadata=b"", base_address=0, num_pages=1, page_bytes=1
+            agent_name="stranger",
+            metadata=b"",
+            base_address=0,
+            num_pages=1,
+            page_bytes=1,
+            first_head=0,
+            num_heads=1,
         )
-        hello = PeerHello(fingerprint=FINGERPRINT, memory=memory, lease_s=1.0)
+        hello = PeerHello(fingerprint=FINGERPRINT, memories=(memory,), lease_s=1.0)
         context = zmq.asyncio.Context()
         dealer = context.socket(zmq.DEALER)
         try:

@@ -186,7 +186,7 @@ def test_a_failed_pass_ends_its_requests_and_the_loop_goes_on() -> None:
 
 def test_a_fact_that_cannot_be_handled_concerns_no_other() -> None:
     loop, recorder, scheduler = make()
-    bad = PeerHello(fingerprint=None, memory=None, lease_s=1.0)  # type: ignore[arg-type]
+    bad = PeerHello(fingerprint=None, memories=None, lease_s=1.0)  # type: ignore[arg-type]
     recorder.inbox.insert(0, FromPeer("x", 1, bad))
     assert loop.turn()
     assert scheduler.counters["internal_errors"] == 1

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 class Pages:
     """As much of a page pool as a scheduler's construction asks for."""
 
-    page_bytes = 1024
+    head_bytes = 1024
 
 
 def scheduler_settings() -> SchedulerSettings:

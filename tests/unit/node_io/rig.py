@@ -44,12 +44,18 @@ FINGERPRINT = Fingerprint(
     page_size=4,
 )
 MEMORY = PeerMemory(
-    agent_name="agent", metadata=b"meta", base_address=4096, num_pages=8, page_bytes=512
+    agent_name="agent",
+    metadata=b"meta",
+    base_address=4096,
+    num_pages=8,
+    page_bytes=512,
+    first_head=0,
+    num_heads=1,
 )
 REGISTRATION = Registration(
     served_model_name="tiny",
     fingerprint=FINGERPRINT,
-    memory=MEMORY,
+    memories=(MEMORY,),
     max_model_len=64,
     max_running_requests=4,
 )

@@ -42,7 +42,7 @@ from tests.unit.node_io.rig import (
 )
 
 WELCOME = PeerWelcome(fingerprint=FINGERPRINT)
-HELLO = PeerHello(fingerprint=FINGERPRINT, memory=MEMORY, lease_s=10.0)
+HELLO = PeerHello(fingerprint=FINGERPRINT, memories=(MEMORY,), lease_s=10.0)
 
 
 def is_hello(event: FromPeer) -> bool:

@@ -42,9 +42,15 @@ from prefill_node.scheduler import PrefillScheduler
 from tests.unit.scheduler.node_settings import FINGERPRINT, PAGE_BYTES, settings
 
 MEMORY = PeerMemory(
-    agent_name="d", metadata=b"", base_address=1, num_pages=99, page_bytes=PAGE_BYTES
+    agent_name="d",
+    metadata=b"",
+    base_address=1,
+    num_pages=99,
+    page_bytes=PAGE_BYTES,
+    first_head=0,
+    num_heads=1,
 )
-HELLO = PeerHello(fingerprint=FINGERPRINT, memory=MEMORY, lease_s=4.0)
+HELLO = PeerHello(fingerprint=FINGERPRINT, memories=(MEMORY,), lease_s=4.0)
 
 
 def generate(room: int, prompt: int = 6, max_tokens: int = 8, **fields: Any) -> Generate:

@@ -143,7 +143,10 @@ class Network:
             memory = self.world.memory_of(d)
             fingerprint = self.world.nodes[d].scheduler.settings.fingerprint
             hello = PeerHello(
-                fingerprint=fingerprint, memory=memory, lease_s=self.world.lease_s, link=dial.link
+                fingerprint=fingerprint,
+                memories=(memory,),
+                lease_s=self.world.lease_s,
+                link=dial.link,
             )
             self._post(Frame(d, p, dial.link, hello))
         accepted = self.accepted.get((d, p))
@@ -225,4 +228,6 @@ def memory(name: Incarnation, num_pages: int, page_bytes: int) -> PeerMemory:
         base_address=4096,
         num_pages=num_pages,
         page_bytes=page_bytes,
+        first_head=0,
+        num_heads=1,
     )

@@ -1,30 +1,92 @@
-"""Two pools and whatever backend connects them: the same handful of moves for both backends."""
+"""Two nodes' pools and whatever backend connects them: the same handful of moves for all backends.
 
+A node has one pool, or several ranks with some KV heads of each page; tests see whole pages.
+"""
+
+import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from common.plan import AddPeer, PeerAdded, RenewLease, TransferEvent, Write, WriteDone, WriteFailed
+from common.messages import PeerMemory
+from common.plan import (
+    AddPeer,
+    Notified,
+    PeerAdded,
+    RenewLease,
+    TransferEvent,
+    Write,
+    WriteDone,
+    WriteFailed,
+)
+from common.rank_channel import RankChannel
 from transfer.base import TransferBackend
+from transfer.head_ranges import HeadRange, cut
 from transfer.memory import MemoryFabric, MemoryTransfer
 from transfer.nixl import NixlTransfer
+from transfer.rank_transfer import RemoteTransfer, serve_transfer
+from transfer.sharded import ShardedTransfer
 
-PAGE_BYTES = 4096
+NUM_LAYERS = 2
+NUM_HEADS = 4
+TILE_BYTES = 256
+"""One head's keys, or values, in one layer of a page."""
+PAGE_BYTES = NUM_LAYERS * 2 * NUM_HEADS * TILE_BYTES
 NUM_PAGES = 64
 LONG = 3600.0
 TIMEOUT_S = 20.0
 
-Pool = npt.NDArray[np.uint8]
+Pages = npt.NDArray[np.uint8]
+"""[pages, PAGE_BYTES]."""
+Ranges = tuple[tuple[int, int], ...]
+"""(first head, number of heads) of each rank."""
+
+WHOLE: Ranges = ((0, 4),)
+HALVES: Ranges = ((0, 2), (2, 2))
+UNEVEN: Ranges = ((0, 2), (2, 1), (3, 1))
+REPLICAS: Ranges = ((0, 4), (0, 4))
 
 
-def filled_pool(seed: int, num_pages: int = NUM_PAGES) -> Pool:
+def filled_pool(seed: int, num_pages: int = NUM_PAGES) -> Pages:
     """[num_pages, PAGE_BYTES] of random bytes."""
     generator = np.random.default_rng(seed)
     return generator.integers(0, 256, (num_pages, PAGE_BYTES), dtype=np.uint8)
+
+
+class Pool:
+    """A node's pages, whole to who looks at them and cut into the ranks' pools underneath."""
+
+    def __init__(self, content: Pages, ranges: Ranges) -> None:
+        self.ranges = ranges
+        by_head = content.reshape(len(content), NUM_LAYERS, 2, NUM_HEADS, TILE_BYTES)
+        self.ranks = [by_head[:, :, :, f : f + n].copy() for f, n in ranges]
+        """[pages, NUM_LAYERS, 2, that rank's heads, TILE_BYTES] each."""
+
+    def copy(self) -> Pages:
+        """Whole pages, and a check that replicas hold the same."""
+        shape = len(self.ranks[0]), NUM_LAYERS, 2, NUM_HEADS, TILE_BYTES
+        whole, is_set = np.zeros(shape, np.uint8), [False] * NUM_HEADS
+        for (first, count), part in zip(self.ranges, self.ranks, strict=True):
+            place = whole[:, :, :, first : first + count]
+            assert not is_set[first] or (place == part).all(), "replicas differ"
+            place[:] = part
+            is_set[first : first + count] = [True] * count
+        assert all(is_set)
+        return whole.reshape(len(whole), PAGE_BYTES)
+
+    def __getitem__(self, pages: Any) -> Pages:
+        found: Pages = self.copy()[pages]
+        return found
+
+    def __setitem__(self, pages: slice, content: Any) -> None:
+        whole = self.copy()
+        whole[pages] = content
+        for part, new in zip(self.ranks, Pool(whole, self.ranges).ranks, strict=True):
+            part[:] = new
 
 
 @dataclass(eq=False)
@@ -40,30 +102,51 @@ class Side:
     def wake(self) -> None:
         self.wakes += 1
 
+    @property
+    def notified(self) -> list[bytes]:
+        return [event.payload for event in self.events if isinstance(event, Notified)]
+
     def ends_of(self, room: int) -> list[WriteDone | WriteFailed]:
         ends = [e for e in self.events if isinstance(e, WriteDone | WriteFailed)]
         return [e for e in ends if e.room == room]
 
 
-class Rig(Protocol):
-    """Makes sides of one kind of backend."""
+class Rig:
+    """Makes sides, and the moves between them. `source`, `target`: the ranks of sides so named."""
 
-    clock_offset: float
-
-    def side(self, incarnation: str, seed: int = 0) -> Side: ...
-
-    def close(self) -> None: ...
-
-
-class BaseRig:
-    """The moves that do not depend on the backend."""
-
-    def __init__(self) -> None:
+    def __init__(
+        self, source: Ranges = WHOLE, target: Ranges = WHOLE, *, channels: bool = False
+    ) -> None:
+        self.ranges = {"source": source, "target": target}
+        self.channels = channels
+        """Ranks other than the first are reached as those of other processes are."""
         self.clock_offset = 0.0
         self.sides: list[Side] = []
 
+    @property
+    def bytes_sent_a_page(self) -> int:
+        """From source to target; each replica gets its own."""
+        pieces = cut(*([HeadRange(*heads) for heads in self.ranges[n]] for n in self.ranges))
+        return sum(piece.heads.count for piece in pieces) * PAGE_BYTES // NUM_HEADS
+
     def clock(self) -> float:
         return time.monotonic() + self.clock_offset
+
+    def backend(self, part: npt.NDArray[np.uint8], name: str, first_head: int) -> TransferBackend:
+        """Of one rank, over [pages, NUM_LAYERS, 2, its heads, TILE_BYTES]."""
+        raise NotImplementedError
+
+    def side(self, incarnation: str, seed: int = 0) -> Side:
+        """`incarnation` begins with `source` or `target`."""
+        ranges = self.ranges[incarnation.partition("-")[0]]
+        pool = Pool(filled_pool(seed), ranges)
+        backends = [
+            self.backend(part, f"{incarnation}-rank{rank}", first)
+            for rank, (part, (first, _)) in enumerate(zip(pool.ranks, ranges, strict=True))
+        ]
+        if self.channels:
+            backends[1:] = [behind_channel(backend) for backend in backends[1:]]
+        return self.started(incarnation, ShardedTransfer(backends, incarnation), pool)
 
     def started(self, incarnation: str, transfer: TransferBackend, pool: Pool) -> Side:
         side = Side(incarnation, transfer, pool)
@@ -95,7 +178,7 @@ class BaseRig:
     def connect(self, source: Side, target: Side, lease_s: float = LONG) -> None:
         """`source` may write into `target`."""
         before = source.events.count(PeerAdded(target.incarnation))
-        add = AddPeer(target.incarnation, target.transfer.memory)
+        add = AddPeer(target.incarnation, target.transfer.memories)
         renew = RenewLease(target.incarnation, self.clock() + lease_s)
         source.transfer.submit([add, renew])
         self.until(lambda: source.events.count(PeerAdded(target.incarnation)) > before)
@@ -105,26 +188,55 @@ class BaseRig:
             side.transfer.close()
 
 
-class MemoryRig(BaseRig):
-    def __init__(self) -> None:
-        super().__init__()
+class MemoryRig(Rig):
+    def __init__(
+        self, source: Ranges = WHOLE, target: Ranges = WHOLE, *, channels: bool = False
+    ) -> None:
+        super().__init__(source, target, channels=channels)
         self.fabric = MemoryFabric(seed=1)
 
-    def side(self, incarnation: str, seed: int = 0) -> Side:
-        pool = filled_pool(seed)
-        transfer = MemoryTransfer(
-            self.fabric, pool.reshape(-1).data, PAGE_BYTES, incarnation, self.clock
+    def backend(self, part: npt.NDArray[np.uint8], name: str, first_head: int) -> TransferBackend:
+        return MemoryTransfer(
+            self.fabric,
+            part.reshape(-1).data,
+            part[0].nbytes,
+            name,
+            self.clock,
+            num_layers=NUM_LAYERS,
+            first_head=first_head,
+            num_heads=part.shape[3],
         )
-        return self.started(incarnation, transfer, pool)
 
 
-class NixlRig(BaseRig):
-    def side(self, incarnation: str, seed: int = 0) -> Side:
-        pool = filled_pool(seed)
-        transfer = NixlTransfer(
-            pool.ctypes.data, NUM_PAGES, PAGE_BYTES, incarnation, {}, clock=self.clock
+class NixlRig(Rig):
+    def backend(self, part: npt.NDArray[np.uint8], name: str, first_head: int) -> TransferBackend:
+        return NixlTransfer(
+            part.ctypes.data,
+            len(part),
+            part[0].nbytes,
+            name,
+            {},
+            num_layers=NUM_LAYERS,
+            first_head=first_head,
+            num_heads=part.shape[3],
+            clock=self.clock,
         )
-        return self.started(incarnation, transfer, pool)
+
+
+def behind_channel(backend: TransferBackend) -> RemoteTransfer:
+    """Another rank's backend as rank 0 has it, with all that lies between two processes."""
+    ours, theirs = (RankChannel(end) for end in multiprocessing.Pipe())
+    (memory,) = backend.memories
+    remote = RemoteTransfer(ours, memory)
+    serve_transfer(theirs, backend)
+    for channel in (ours, theirs):
+        channel.start(lambda: None)
+    return remote
+
+
+def damaged(memories: Sequence[PeerMemory], last: PeerMemory) -> tuple[PeerMemory, ...]:
+    """The same but for the last rank's."""
+    return (*memories[:-1], last)
 
 
 def write(

@@ -1,4 +1,4 @@
-"""The contract of `transfer.base`, kept by both backends."""
+"""The contract of `transfer.base`, kept by both libraries and between nodes of any ranks."""
 
 from collections.abc import Iterator
 
@@ -16,36 +16,57 @@ from common.plan import (
     WriteFailed,
 )
 from tests.unit.transfer.rig import (
+    HALVES,
     NUM_PAGES,
     PAGE_BYTES,
+    REPLICAS,
+    UNEVEN,
+    WHOLE,
     MemoryRig,
     NixlRig,
+    Rig,
     Side,
+    damaged,
     filled_pool,
     write,
 )
 
+RANKS = {
+    "1 to 1": (WHOLE, WHOLE),
+    "1 to 2": (WHOLE, HALVES),
+    "2 to 1": (HALVES, WHOLE),
+    "2 to 2": (HALVES, HALVES),
+    "2 to 3": (HALVES, UNEVEN),
+    "replicas": (REPLICAS, REPLICAS),
+}
+CASES = [(kind, ranks, False) for kind in (MemoryRig, NixlRig) for ranks in RANKS]
+CASES += [(MemoryRig, "2 to 3", True), (NixlRig, "2 to 2", True)]
 
-@pytest.fixture(params=[MemoryRig, NixlRig], ids=["memory", "nixl"])
-def rig(request: pytest.FixtureRequest) -> Iterator[MemoryRig | NixlRig]:
-    made: MemoryRig | NixlRig = request.param()
+
+def case_name(case: tuple[type[Rig], str, bool]) -> str:
+    kind, ranks, channels = case
+    return f"{kind.__name__} {ranks}{' by channels' if channels else ''}"
+
+
+@pytest.fixture(params=CASES, ids=case_name)
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    kind, ranks, channels = request.param
+    made: Rig = kind(*RANKS[ranks], channels=channels)
     yield made
     made.close()
 
 
 @pytest.fixture
-def source(rig: MemoryRig | NixlRig) -> Side:
+def source(rig: Rig) -> Side:
     return rig.side("source", seed=1)
 
 
 @pytest.fixture
-def target(rig: MemoryRig | NixlRig) -> Side:
+def target(rig: Rig) -> Side:
     return rig.side("target", seed=2)
 
 
-def test_pages_arrive_before_their_notification(
-    rig: MemoryRig | NixlRig, source: Side, target: Side
-) -> None:
+def test_pages_arrive_before_their_notification(rig: Rig, source: Side, target: Side) -> None:
     rig.connect(source, target)
     untouched = target.pool.copy()
     source.transfer.submit([write(7, "target", (1, 5, 2), (10, 3, 40))])
@@ -60,7 +81,7 @@ def test_pages_arrive_before_their_notification(
     rig.until(lambda: bool(source.ends_of(7)))
     end = source.ends_of(7)[0]
     assert isinstance(end, WriteDone)
-    assert (end.chunk, end.num_bytes) == (0, 3 * PAGE_BYTES)
+    assert (end.chunk, end.num_bytes) == (0, 3 * rig.bytes_sent_a_page)
     assert 0 <= end.seconds < 20
     others = [page for page in range(NUM_PAGES) if page not in (10, 3, 40)]
     assert (target.pool[others] == untouched[others]).all()
@@ -68,26 +89,22 @@ def test_pages_arrive_before_their_notification(
     assert target.wakes > 0
 
 
-def test_many_writes_end_once_each_and_notify_once(
-    rig: MemoryRig | NixlRig, source: Side, target: Side
-) -> None:
+def test_many_writes_end_once_each_and_notify_once(rig: Rig, source: Side, target: Side) -> None:
     rig.connect(source, target)
     rooms = range(100, 100 + NUM_PAGES)
     source.transfer.submit(
         [write(room, "target", (room - 100,), (NUM_PAGES - 1 - room + 100,)) for room in rooms]
     )
     rig.until(lambda: all(source.ends_of(room) for room in rooms))
-    rig.until(lambda: len(target.events) >= len(rooms))
+    rig.until(lambda: len(target.notified) >= len(rooms))
     rig.settle(0.05)
     assert [len(source.ends_of(room)) for room in rooms] == [1] * len(rooms)
     assert all(isinstance(source.ends_of(room)[0], WriteDone) for room in rooms)
-    assert sorted(e.payload for e in target.events if isinstance(e, Notified)) == sorted(
-        f"{room}/0".encode() for room in rooms
-    )
-    assert (target.pool[::-1] == source.pool).all()
+    assert sorted(target.notified) == sorted(f"{room}/0".encode() for room in rooms)
+    assert (target.pool[::-1] == source.pool[:]).all()
 
 
-def test_both_sides_may_write(rig: MemoryRig | NixlRig, source: Side, target: Side) -> None:
+def test_both_sides_may_write(rig: Rig, source: Side, target: Side) -> None:
     rig.connect(source, target)
     rig.connect(target, source)
     source.transfer.submit([write(1, "target", (0, 1))])
@@ -97,7 +114,7 @@ def test_both_sides_may_write(rig: MemoryRig | NixlRig, source: Side, target: Si
     assert (target.pool[8:10] == source.pool[8:10]).all()
 
 
-def test_write_to_an_unknown_peer_fails(rig: MemoryRig | NixlRig, source: Side) -> None:
+def test_write_to_an_unknown_peer_fails(rig: Rig, source: Side) -> None:
     source.transfer.submit([write(1, "nobody"), RenewLease("nobody", 1e18), RemovePeer("nobody")])
     rig.until(lambda: bool(source.ends_of(1)))
     rig.settle(0.05)
@@ -106,10 +123,10 @@ def test_write_to_an_unknown_peer_fails(rig: MemoryRig | NixlRig, source: Side) 
 
 @pytest.mark.parametrize("lease", ["never given", "over", "over while the peer was away"])
 def test_nothing_is_posted_without_a_lease(
-    rig: MemoryRig | NixlRig, source: Side, target: Side, lease: str
+    rig: Rig, source: Side, target: Side, lease: str
 ) -> None:
     before = target.pool.copy()
-    add = AddPeer("target", target.transfer.memory)
+    add = AddPeer("target", target.transfer.memories)
     match lease:
         case "never given":
             source.transfer.submit([add])
@@ -125,7 +142,7 @@ def test_nothing_is_posted_without_a_lease(
     rig.settle(0.05)
     assert source.ends_of(1) == [WriteFailed(1, 0, "the peer's lease is over")]
     assert target.events == []
-    assert (target.pool == before).all()
+    assert (target.pool[:] == before).all()
     source.transfer.submit([RenewLease("target", rig.clock() + 100), write(2, "target")])
     rig.until(lambda: Notified(b"2/0") in target.events)
 
@@ -143,7 +160,7 @@ def test_nothing_is_posted_without_a_lease(
     ],
 )
 def test_wrong_page_ids_fail_the_write_alone(
-    rig: MemoryRig | NixlRig,
+    rig: Rig,
     source: Side,
     target: Side,
     source_pages: tuple[int, ...],
@@ -161,11 +178,9 @@ def test_wrong_page_ids_fail_the_write_alone(
     assert not any(isinstance(event, PeerFailed) for event in source.events)
 
 
-def test_adding_a_known_peer_again_changes_nothing(
-    rig: MemoryRig | NixlRig, source: Side, target: Side
-) -> None:
+def test_adding_a_known_peer_again_changes_nothing(rig: Rig, source: Side, target: Side) -> None:
     rig.connect(source, target)
-    again = AddPeer("target", target.transfer.memory)
+    again = AddPeer("target", target.transfer.memories)
     source.transfer.submit([again, write(1, "target"), again])
     rig.until(lambda: source.events.count(PeerAdded("target")) == 3)
     rig.until(lambda: bool(source.ends_of(1)))
@@ -173,7 +188,7 @@ def test_adding_a_known_peer_again_changes_nothing(
 
 
 def test_posted_writes_of_a_removed_peer_end_and_it_can_return(
-    rig: MemoryRig | NixlRig, source: Side, target: Side
+    rig: Rig, source: Side, target: Side
 ) -> None:
     rig.connect(source, target)
     source.transfer.submit(
@@ -181,7 +196,7 @@ def test_posted_writes_of_a_removed_peer_end_and_it_can_return(
             write(1, "target", tuple(range(32))),
             RemovePeer("target"),
             write(2, "target"),
-            AddPeer("target", target.transfer.memory),
+            AddPeer("target", target.transfer.memories),
             RenewLease("target", rig.clock() + 100),
             write(3, "target", (50,)),
         ]
@@ -197,7 +212,7 @@ def test_posted_writes_of_a_removed_peer_end_and_it_can_return(
 
 
 def test_dead_peer_fails_once_and_its_next_incarnation_works(
-    rig: MemoryRig | NixlRig, source: Side, target: Side
+    rig: Rig, source: Side, target: Side
 ) -> None:
     rig.connect(source, target)
     source.transfer.submit([write(1, "target")])
@@ -220,9 +235,7 @@ def test_dead_peer_fails_once_and_its_next_incarnation_works(
     assert source.ends_of(10) == [WriteFailed(10, 0, "the peer is unknown")]
 
 
-def test_close_ends_every_write_and_later_ones_fail(
-    rig: MemoryRig | NixlRig, source: Side, target: Side
-) -> None:
+def test_close_ends_every_write_and_later_ones_fail(rig: Rig, source: Side, target: Side) -> None:
     rig.connect(source, target)
     rooms = range(1, 21)
     source.transfer.submit([write(room, "target", tuple(range(48))) for room in rooms])
@@ -236,12 +249,10 @@ def test_close_ends_every_write_and_later_ones_fail(
     settled = target.pool.copy()
     source.pool[:] = 0
     rig.settle(0.05)
-    assert (target.pool == settled).all()
+    assert (target.pool[:] == settled).all()
 
 
-def test_nothing_of_the_pool_is_read_after_done(
-    rig: MemoryRig | NixlRig, source: Side, target: Side
-) -> None:
+def test_nothing_of_the_pool_is_read_after_done(rig: Rig, source: Side, target: Side) -> None:
     rig.connect(source, target)
     for turn in range(20):
         source.pool[:] = filled_pool(100 + turn)
@@ -249,7 +260,7 @@ def test_nothing_of_the_pool_is_read_after_done(
         source.transfer.submit([write(turn + 1, "target", tuple(range(16)))])
         rig.until(lambda room=turn + 1: bool(source.ends_of(room)))  # type: ignore[misc]
         source.pool[:] = 0
-        rig.until(lambda n=turn + 1: len(target.events) == n)  # type: ignore[misc]
+        rig.until(lambda n=turn + 1: len(target.notified) == n)  # type: ignore[misc]
         assert (target.pool[:16] == expected).all()
 
 
@@ -268,11 +279,11 @@ def test_nothing_of_the_pool_is_read_after_done(
     ids=",".join,
 )
 def test_damaged_peer_memory_fails_that_peer_alone(
-    rig: MemoryRig | NixlRig, source: Side, target: Side, damage: dict[str, object]
+    rig: Rig, source: Side, target: Side, damage: dict[str, object]
 ) -> None:
-    memory = target.transfer.memory
-    bad = msgspec.structs.replace(memory, **damage)
-    source.transfer.submit([AddPeer("target", bad)])
+    memories = target.transfer.memories
+    bad = msgspec.structs.replace(memories[-1], **damage)
+    source.transfer.submit([AddPeer("target", damaged(memories, bad))])
     rig.until(lambda: bool(source.events))
     assert [type(event) for event in source.events] == [PeerFailed]
     rig.connect(source, target)
@@ -280,27 +291,25 @@ def test_damaged_peer_memory_fails_that_peer_alone(
     rig.until(lambda: Notified(b"1/0") in target.events)
 
 
-def test_truncated_metadata_does_not_poison_the_peer(
-    rig: MemoryRig | NixlRig, source: Side, target: Side
-) -> None:
-    memory = target.transfer.memory
-    cuts = range(1, len(memory.metadata), 7)
-    source.transfer.submit(
-        [
-            AddPeer("target", msgspec.structs.replace(memory, metadata=memory.metadata[:cut]))
-            for cut in cuts
-        ]
-    )
-    rig.until(lambda: len(source.events) == len(cuts))
+def test_truncated_metadata_does_not_poison_the_peer(rig: Rig, source: Side, target: Side) -> None:
+    memories = target.transfer.memories
+    metadata = memories[-1].metadata
+    cuts = [
+        msgspec.structs.replace(memories[-1], metadata=metadata[:length])
+        for length in range(1, len(metadata), 7)
+    ]
+    for number, cut in enumerate(cuts, 1):
+        source.transfer.submit([AddPeer("target", damaged(memories, cut))])
+        rig.until(lambda n=number: len(source.events) == n)  # type: ignore[misc]
     assert all(isinstance(event, PeerFailed) for event in source.events)
     rig.connect(source, target)
     source.transfer.submit([write(1, "target")])
     rig.until(lambda: Notified(b"1/0") in target.events)
 
 
-def test_one_agent_name_is_one_peer(rig: MemoryRig | NixlRig, source: Side, target: Side) -> None:
+def test_one_agent_name_is_one_peer(rig: Rig, source: Side, target: Side) -> None:
     rig.connect(source, target)
-    source.transfer.submit([AddPeer("impostor", target.transfer.memory), write(1, "target")])
+    source.transfer.submit([AddPeer("impostor", target.transfer.memories), write(1, "target")])
     rig.until(lambda: bool(source.ends_of(1)))
     assert isinstance(source.ends_of(1)[0], WriteDone)
     assert any(isinstance(e, PeerFailed) and e.peer == "impostor" for e in source.events)

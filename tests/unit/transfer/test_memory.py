@@ -14,7 +14,7 @@ from common.plan import (
     WriteDone,
     WriteFailed,
 )
-from tests.unit.transfer.rig import PAGE_BYTES, Pool, filled_pool, write
+from tests.unit.transfer.rig import PAGE_BYTES, Pages, filled_pool, write
 from transfer.memory import Faults, MemoryFabric, MemoryTransfer
 
 
@@ -27,10 +27,10 @@ class Net:
         self.pools = {name: filled_pool(index) for index, name in enumerate(("source", "target"))}
         self.source = self.add("source", self.pools["source"])
         self.target = self.add("target", self.pools["target"])
-        self.source.submit([AddPeer("target", self.target.memory), RenewLease("target", 100.0)])
+        self.source.submit([AddPeer("target", self.target.memories), RenewLease("target", 100.0)])
         assert self.source.poll() == [PeerAdded("target")]
 
-    def add(self, name: str, pool: Pool) -> MemoryTransfer:
+    def add(self, name: str, pool: Pages) -> MemoryTransfer:
         return MemoryTransfer(
             self.fabric, pool.reshape(-1).data, PAGE_BYTES, name, clock=lambda: self.now
         )
@@ -108,7 +108,7 @@ def test_a_failed_write_breaks_the_link_once_and_never_notifies() -> None:
     assert sorted(failed) == [1, 2]
     assert sum(isinstance(event, PeerFailed) for event in source_events) == 1
     net.fabric.faults = Faults()
-    net.source.submit([AddPeer("target", net.target.memory), RenewLease("target", 100.0)])
+    net.source.submit([AddPeer("target", net.target.memories), RenewLease("target", 100.0)])
     net.source.submit([write(3, "target")])
     assert net.run(1)[1] == [Notified(b"3/0")]
 
@@ -151,7 +151,7 @@ def test_polls_alone_move_things_and_wake_until_all_has_landed() -> None:
 
     source.start(lambda: bell(0))
     target.start(lambda: bell(1))
-    source.submit([AddPeer("b", target.memory), RenewLease("b", 1e18), write(1, "b")])
+    source.submit([AddPeer("b", target.memories), RenewLease("b", 1e18), write(1, "b")])
     polls, events = 0, []
     while wakes[0]:
         wakes[0] = 0

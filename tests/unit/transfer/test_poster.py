@@ -27,7 +27,15 @@ from transfer.pacing import Pacing
 from transfer.poster import ASKED_PER_ROUND, Poster, WriteState
 from transfer.threaded import ThreadedTransfer
 
-MEMORY = PeerMemory(agent_name="agent", metadata=b"", base_address=4096, num_pages=8, page_bytes=16)
+MEMORY = PeerMemory(
+    agent_name="agent",
+    metadata=b"",
+    base_address=4096,
+    num_pages=8,
+    page_bytes=16,
+    first_head=0,
+    num_heads=1,
+)
 
 
 @dataclass
@@ -86,8 +94,8 @@ class ScriptedAgent:
 
 def linked() -> tuple[ScriptedAgent, Poster[int]]:
     agent = ScriptedAgent()
-    poster = Poster(agent, 8, 16, clock=lambda: 0.0)
-    poster.handle(AddPeer("p", MEMORY))
+    poster = Poster(agent, MEMORY, clock=lambda: 0.0)
+    poster.handle(AddPeer("p", (MEMORY,)))
     poster.handle(RenewLease("p", 1.0))
     assert poster.take_events() == [PeerAdded("p")]
     return agent, poster
@@ -118,7 +126,7 @@ def test_a_returning_peer_waits_for_its_old_writes() -> None:
     agent, poster = linked()
     poster.handle(write(1, "p"))
     poster.handle(RemovePeer("p"))
-    for command in (AddPeer("p", MEMORY), write(2, "p"), RenewLease("p", 1.0), write(3, "p")):
+    for command in (AddPeer("p", (MEMORY,)), write(2, "p"), RenewLease("p", 1.0), write(3, "p")):
         poster.handle(command)
     assert look(poster) == []
     agent.states[1] = WriteState.LANDED
@@ -134,7 +142,7 @@ def test_changed_memory_starts_the_peer_over() -> None:
     agent, poster = linked()
     poster.handle(write(1, "p"))
     moved = msgspec.structs.replace(MEMORY, base_address=8192)
-    poster.handle(AddPeer("p", moved))
+    poster.handle(AddPeer("p", (moved,)))
     assert poster.take_events() == []
     agent.states[1] = WriteState.LANDED
     assert look(poster) == [WriteDone(1, 0, 16, 0.0), PeerAdded("p")]
@@ -149,7 +157,7 @@ def test_a_refused_post_ends_the_write_and_the_link() -> None:
     why = "RuntimeError: no"
     assert poster.take_events() == [WriteFailed(1, 0, why), PeerFailed("p", why)]
     assert agent.known == []
-    poster.handle(AddPeer("p", MEMORY))
+    poster.handle(AddPeer("p", (MEMORY,)))
     assert poster.take_events() == [PeerFailed("p", why)]
 
 
@@ -159,14 +167,14 @@ def test_an_unbroken_peer_that_left_is_found_again() -> None:
     poster.handle(write(1, "p"))
     assert poster.take_events() == [WriteFailed(1, 0, "the peer is unknown")]
     agent.refuses = True  # to load it a second time would fail
-    poster.handle(AddPeer("p", MEMORY))
+    poster.handle(AddPeer("p", (MEMORY,)))
     assert poster.take_events() == [PeerAdded("p")]
 
 
 def test_a_new_lease_is_needed_after_every_return() -> None:
     _, poster = linked()
     poster.handle(RemovePeer("p"))
-    poster.handle(AddPeer("p", MEMORY))
+    poster.handle(AddPeer("p", (MEMORY,)))
     poster.handle(write(1, "p"))
     over = WriteFailed(1, 0, "the peer's lease is over")
     assert poster.take_events() == [PeerAdded("p"), over]
@@ -178,7 +186,7 @@ def test_a_broken_peer_is_loaded_anew() -> None:
     agent.states[1] = WriteState.BROKEN
     look(poster)
     assert agent.known == []
-    poster.handle(AddPeer("p", MEMORY))
+    poster.handle(AddPeer("p", (MEMORY,)))
     assert agent.known == ["agent"]
 
 
@@ -212,7 +220,7 @@ def test_every_posted_write_gets_its_turn() -> None:
 
 def test_abandoning_ends_posted_and_waiting_writes() -> None:
     _, poster = linked()
-    for command in (write(1, "p"), RemovePeer("p"), AddPeer("p", MEMORY), write(2, "p")):
+    for command in (write(1, "p"), RemovePeer("p"), AddPeer("p", (MEMORY,)), write(2, "p")):
         poster.handle(command)
     poster.abandon("closed")
     assert poster.take_events() == [WriteFailed(1, 0, "closed"), WriteFailed(2, 0, "closed")]
@@ -222,7 +230,7 @@ def test_abandoning_ends_posted_and_waiting_writes() -> None:
 def threaded(agent: ScriptedAgent) -> ThreadedTransfer[int]:
     transfer = ThreadedTransfer(agent, MEMORY, lambda: 0.0, Pacing())
     transfer.start(lambda: None)
-    transfer.submit([AddPeer("p", MEMORY), RenewLease("p", 1.0)])
+    transfer.submit([AddPeer("p", (MEMORY,)), RenewLease("p", 1.0)])
     assert events_of(transfer, 1) == [PeerAdded("p")]
     return transfer
 
