@@ -60,9 +60,9 @@ def cut(sources: Sequence[HeadRange], targets: Sequence[HeadRange]) -> tuple[Pie
     pieces = []
     for target, wanted in enumerate(targets):
         for held, ranks in sorted(replicas.items()):
-            heads = held.common(wanted)
-            if heads is not None:
-                pieces.append(Piece(ranks[turns[held] % len(ranks)], target, heads))
+            common = held.common(wanted)
+            if common is not None:
+                pieces.append(Piece(ranks[turns[held] % len(ranks)], target, common))
                 turns[held] += 1
     return tuple(pieces)
 

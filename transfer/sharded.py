@@ -95,6 +95,7 @@ class ShardedTransfer:
         self._owed: Counter[tuple[int, Incarnation]] = Counter()
         """Answers to `AddPeer`s of peers that have been forgotten since."""
         self._writes: dict[tuple[Room, int], _OpenWrite] = {}
+        """Those of several legs; the end of one of one leg is told as it comes."""
         self._gatherer = PieceGatherer()
         self._events: deque[TransferEvent] = deque()
         self._wake: Callable[[], None] = _nobody
@@ -159,12 +160,12 @@ class ShardedTransfer:
         if not legs:
             self._events.append(WriteFailed(write.room, write.chunk, "the peer is unknown"))
             return
-        key = write.room, write.chunk
-        assert key not in self._writes, f"chunk {key} is being written already"
-        self._writes[key] = _OpenWrite(len(legs))
         if len(legs) == 1:
             outgoing[legs[0].rank].append(write)
             return
+        key = write.room, write.chunk
+        assert key not in self._writes, f"chunk {key} is being written already"
+        self._writes[key] = _OpenWrite(len(legs))
         for index, leg in enumerate(legs):
             payload = wrapped(write.notification, index, len(legs), self._incarnation)
             outgoing[leg.rank].append(replace(write, peer=leg.name, notification=payload))
@@ -235,7 +236,10 @@ class ShardedTransfer:
 
     def _on_ended(self, event: WriteDone | WriteFailed) -> None:
         key = event.room, event.chunk
-        write = self._writes[key]
+        write = self._writes.get(key)
+        if write is None:
+            self._events.append(event)
+            return
         write.num_open -= 1
         if isinstance(event, WriteFailed):
             write.error = write.error or event.error

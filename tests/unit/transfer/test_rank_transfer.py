@@ -1,4 +1,4 @@
-"""A rank in another process: all it is told and tells passes the channel; a dead one tells nothing."""
+"""A rank in another process: all that is said passes the channel; of a dead one nothing is said."""
 
 import multiprocessing
 import os
