@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from common.engine.errors import AdapterError
-from common.engine.lora import pool as pools
 from common.engine.lora.pool import LoraPool
 from tests.lora_cases import SPEC, adapter
 
@@ -12,7 +11,7 @@ from tests.lora_cases import SPEC, adapter
 def test_it_takes_what_it_says() -> None:
     pool = LoraPool(SPEC, torch.float32, 3, 20)
     said = pool.num_bytes
-    assert pool.memory is None, "nothing before it is needed"
+    assert not pool.layers, "nothing before it is needed"
     pool.make()
     assert pool.memory is not None
     assert pool.memory.numel() * pool.memory.itemsize == said
@@ -36,7 +35,7 @@ def test_a_gpu_without_room_is_an_adapters_error(monkeypatch: pytest.MonkeyPatch
     def no_room(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(pools.torch, "zeros", no_room)
+    monkeypatch.setattr(torch, "zeros", no_room)
     pool = LoraPool(SPEC, torch.float32, 3, 20, torch.device("meta"))
     with pytest.raises(AdapterError, match=f"{pool.num_bytes >> 20} MiB.*max_lora_rank"):
         pool.place(0, adapter(5, [True] * 7), lambda: None)
