@@ -121,7 +121,7 @@ class Bench:
         prompt = [(7 * i + slot) % 1000 for i in range(tokens)]
         pages = self._pages[slot * self._pages_each : (slot + 1) * self._pages_each]
         init = SlotInit(SamplingParams(max_tokens=1, seed=0, temperature=0.0), prompt, [])
-        self._runner.run(Batch((Row(slot, 0, prompt, pages, 0, init),)))
+        self._runner.launch(Batch((Row(slot, 0, prompt, pages, 0, init),)))
 
     def spare_prefill(self) -> None:
         """Prefill the slot that never decodes."""
@@ -131,7 +131,7 @@ class Bench:
         """One token for every slot."""
         rows = tuple(Row(slot, self._position, [5], [], 1) for slot in range(self._batch_size))
         self._position += 1
-        self._runner.run(Batch(rows))
+        self._runner.launch(Batch(rows))
 
 
 def main() -> None:

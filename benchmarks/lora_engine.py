@@ -75,21 +75,21 @@ class Bench:
         self._cache.clear(torch.arange(self._cache.num_pages))
         for number in range(SLOTS):
             pages, init = self._introduction(number, CONTEXT)
-            self._runner.run(Batch((Row(number, CONTEXT, [5], pages, 1, init),)))
+            self._runner.launch(Batch((Row(number, CONTEXT, [5], pages, 1, init),)))
 
     def decode(self, slots: Sequence[int | None]) -> Step:
         """A token of each of so many sequences, with these adapters."""
         rows = tuple(
             Row(number, CONTEXT, [5], [], 1, lora_slot=slot) for number, slot in enumerate(slots)
         )
-        return lambda: self._runner.run(Batch(rows))
+        return lambda: self._runner.launch(Batch(rows))
 
     def prefill(self, tokens: int, slots: Sequence[int | None]) -> Step:
         """Chunks of `tokens` altogether, one of each of these adapters."""
         rows = tuple(
             self._chunk(number, tokens // len(slots), slot) for number, slot in enumerate(slots)
         )
-        return lambda: self._runner.run(Batch(rows))
+        return lambda: self._runner.launch(Batch(rows))
 
     def _chunk(self, number: int, tokens: int, slot: int | None) -> Row:
         pages, init = self._introduction(number, tokens)

@@ -15,7 +15,7 @@ def next_chunks(
     `lora_slot`: where a request's adapter is.
     """
     _begin_behind_cached(reqs, budget, kv)
-    shares = split_budget([req.num_uncomputed for req in reqs], budget)
+    shares = split_budget([req.num_unplanned for req in reqs], budget)
     return [
         (req, req.next_chunk(share, lora_slot(req)))
         for req, share in zip(reqs, shares, strict=True)
@@ -47,4 +47,4 @@ def _begin_behind_cached(reqs: Sequence[R], budget: int, kv: KVCacheManager) -> 
             break
         if not req.started and req.reads_cache:
             req.start_behind(kv.extend_hit(req))
-        budget -= req.num_uncomputed
+        budget -= req.num_unplanned

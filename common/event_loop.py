@@ -1,11 +1,12 @@
 """The one loop of both node roles: facts in, a plan out, one forward pass, again.
 
-    drain inbox ─▶ poll transfers ─▶ schedule ─▶ submit transfers ─▶ send ─▶ run batch ─▶ take in
+    drain inbox ─▶ poll transfers ─▶ schedule ─▶ submit transfers ─▶ send ─▶ launch batch ─▶ take in
                    and workers                   and workers
 
 It blocks in `wait` whenever there is nothing to compute, and never spins: the transfer and I/O
-threads, and the workers that read adapters and compile grammars, wake it. Control messages are
-handled at the top of a turn, so between steps.
+threads, and the workers that read adapters and compile grammars, wake it. What is taken in is the
+batch itself, or the one before where the runner computes while the loop goes on (`common.steps`).
+Control messages are handled at the top of a turn, behind what is in flight, so between steps.
 """
 
 import logging
@@ -29,8 +30,6 @@ from common.messages import (
 from common.plan import (
     AdapterCommand,
     AdapterEvent,
-    Batch,
-    BatchResult,
     CompileGrammar,
     GrammarEvent,
     Outgoing,
@@ -39,14 +38,9 @@ from common.plan import (
 )
 from common.scheduler import Scheduler
 from common.stats import RequestEnd, StageSample
+from common.steps import Runner, Steps
 
 log = logging.getLogger(__name__)
-
-
-class Runner(Protocol):
-    """Runs one forward pass."""
-
-    def run(self, batch: Batch) -> BatchResult: ...
 
 
 class Transfers(Protocol):
@@ -109,7 +103,7 @@ class EventLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
-        self._runner = runner
+        self._steps = Steps(scheduler, runner, clock)
         self._transfers = transfers
         self._adapters = adapters
         self._grammars = grammars
@@ -144,11 +138,11 @@ class EventLoop:
         if plan.messages or replies or plan.answers:
             self._port.send((*plan.messages, *replies, *plan.answers))
         if self._may_end():
+            self._steps.land()
             return False
-        if plan.batch is not None:
-            self._run(plan.batch)
+        worked = self._steps.advance(plan.batch)
         self._publish()
-        if plan.batch is None:
+        if not worked:
             self._port.wait(self._tick_s)
         return True
 
@@ -191,9 +185,11 @@ class EventLoop:
         try:
             match event:
                 case AdminRequest(ticket, verb):
+                    self._steps.land()
                     done = self._administer(ticket, verb)
                     replies += [] if done is None else [done]
                 case Shutdown(at_once):
+                    self._steps.land()
                     self._leave(at_once=at_once)
                 case _:
                     self._scheduler.handle(event, self._clock())
@@ -224,13 +220,3 @@ class EventLoop:
                 return None
             case _:
                 assert_never(verb)
-
-    def _run(self, batch: Batch) -> None:
-        try:
-            result = self._runner.run(batch)
-        except Exception as error:
-            log.exception("the forward pass of %d rows failed", len(batch.rows))
-            message = f"{type(error).__name__}: {error}"
-            self._scheduler.process_batch_failure(message, self._clock())
-        else:
-            self._scheduler.process_batch_result(result, self._clock())

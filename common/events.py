@@ -18,11 +18,13 @@ from common.messages import (
     ToPrefill,
 )
 
+RouterOrder = Generate | Abort | PeerGone | Peers
+
 
 @dataclass(frozen=True, slots=True)
 class FromRouter:
     router: Incarnation
-    body: Generate | Abort | PeerGone | Peers
+    body: RouterOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,9 @@ class Shutdown:
     at_once: bool = False
 
 
-Event = FromRouter | RouterLost | FromPeer | PeerClosed | PeerProbed | AdminRequest | Shutdown
+Fact = FromRouter | RouterLost | FromPeer | PeerClosed | PeerProbed
+"""What happened outside. It may come while a step is in flight."""
+Event = Fact | AdminRequest | Shutdown
 
 
 @dataclass(frozen=True, slots=True)

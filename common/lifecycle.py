@@ -127,5 +127,11 @@ class ReqQueue(Generic[R]):
         return self._reqs[-1] if self._reqs else None
 
 
+def is_over(req: Req) -> bool:
+    """Whether its router has been told its end; it is in a queue, or was."""
+    state: State = req.queue.state
+    return state is State.ABORTING or state is State.ENDED
+
+
 def _rank(req: Req) -> tuple[int, float, int]:
     return req.rank

@@ -55,6 +55,9 @@ class Row:
     it, with so many alternatives; None reports nothing."""
     next_ids: Sequence[int] = ()
     """The known tokens at `start + 1, start + 2, ...`; only beside `prompt_logprobs`."""
+    from_slot: bool = False
+    """Its one token is what its slot drew in the step before, which only the runner knows yet;
+    `token_ids` holds the place of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,10 @@ class Req:
     """The runner knows its slot."""
     num_computed: int = 0
     """Positions of its prompt whose KV is in `pages`, while this node computes them."""
+    computing: int = 0
+    """Positions that steps in flight compute. Written, like `drawing`, by `Flight` alone."""
+    drawing: int = 0
+    """Tokens that steps in flight draw: outputs that are not known yet."""
     cached_tokens: int = 0
     """Prompt tokens that this node did not have to compute; none once the first token has left."""
     prompt_logprobs: list[TokenLogprob] | None = None
@@ -116,6 +120,17 @@ class Req:
         return self.num_tokens - self.num_computed
 
     @property
+    def num_unplanned(self) -> int:
+        """Those of them that no step in flight computes."""
+        return self.num_uncomputed - self.computing
+
+    @property
+    def draws_its_last(self) -> bool:
+        """Whether it reaches `max_tokens` with what is in flight."""
+        drawing = self.drawing
+        return drawing > 0 and len(self.output_ids) + drawing >= self.sampling.max_tokens
+
+    @property
     def reads_cache(self) -> bool:
         """Whether the node that computes its prompt may leave cached tokens out: these have no
         logits."""
@@ -168,26 +183,25 @@ class Req:
 
         All its pages go to the runner with the first. `lora_slot`: where its adapter is.
         """
-        end = self.num_computed + share
+        start = self.num_computed + self.computing
+        end = start + share
         init = self.take_init()
         assert self.slot is not None
         return Row(
             slot=self.slot,
-            start=self.num_computed,
-            token_ids=self.tokens(self.num_computed, end),
+            start=start,
+            token_ids=self.tokens(start, end),
             new_pages=tuple(self.pages) if init is not None else (),
             sample_index=len(self.output_ids) if end == self.num_tokens else None,
             init=init,
             lora_slot=lora_slot,
             prompt_logprobs=self.sampling.prompt_logprobs,
-            next_ids=self._next_prompt_ids(end),
+            next_ids=self._next_prompt_ids(start, end),
         )
 
-    def _next_prompt_ids(self, end: int) -> list[int]:
-        """What the positions up to `end` are to be asked about: the prompt's token behind each."""
-        return (
-            [] if self.prompt_logprobs is None else self.prompt_ids[self.num_computed + 1 : end + 1]
-        )
+    def _next_prompt_ids(self, start: int, end: int) -> list[int]:
+        """What positions [start, end) are to be asked about: the prompt's token behind each."""
+        return [] if self.prompt_logprobs is None else self.prompt_ids[start + 1 : end + 1]
 
     def stop_reason(self) -> StopReason | None:
         """Whether the newest output token ends the request."""

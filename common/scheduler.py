@@ -3,10 +3,11 @@
 Pure: no torch, no sockets, no NIXL, no clock reads. Time comes in with each event. One turn is
 
     handle(event, now)*  on_transfer(event, now)*  schedule(now) -> StepPlan
-    ... the loop submits the plan's transfers, sends its messages, runs its batch ...
+    ... the loop submits the plan's transfers, sends its messages, launches its batch ...
     process_batch_result(result, now)   or   process_batch_failure(error, now)
 
-so control messages are only ever handled between steps, when no batch is half taken in.
+where the next turn may come before the last two lines, as `common.flight` says. Control messages
+are only ever handled between steps, when no batch is in flight or half taken in.
 
 Order of side effects inside a turn: a request is moved first, then its pages change hands, then
 the router and the peer are told. Every accepted request leaves through `_stop` (its router is told
@@ -17,16 +18,26 @@ After dask's `WorkerState` (events -> instructions, no I/O) and vLLM's schedule/
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from itertools import chain
 from typing import assert_never, final
 
 from common.drain import Leave
-from common.events import FromPeer, FromRouter, PeerClosed, PeerProbed, RouterLost
+from common.events import (
+    Fact,
+    FromPeer,
+    FromRouter,
+    PeerClosed,
+    PeerProbed,
+    RouterLost,
+    RouterOrder,
+)
+from common.flight import Flight
 from common.grammar.desk import GrammarDesk
 from common.intake import never_fits, not_now
 from common.invariants import check_queues
 from common.kv_cache.manager import KVCacheManager
 from common.ledger import Ledger
-from common.lifecycle import Edges, R, ReqQueue, State
+from common.lifecycle import Edges, R, ReqQueue, State, is_over
 from common.lora.desk import AdapterDesk
 from common.messages import (
     Abort,
@@ -56,7 +67,6 @@ from common.plan import (
     NotSampled,
     PeerFailed,
     PiecesDropped,
-    Row,
     StepPlan,
     TransferEvent,
 )
@@ -83,14 +93,14 @@ class Scheduler(Role[R]):
         self._tombstones = Tombstones(settings.tombstone_s)
         self._outbox = Outbox()
         self._slots = Slots(settings.max_running_requests)
+        self._flight: Flight[R] = Flight(self._slots, self.kv)
         self._lora = AdapterDesk(
             settings,
             self.ledger,
-            holders=self._slot_holders,
-            unfinished=self._live,
+            holders=lambda: chain(self._slot_holders(), self._flight.lingering),
+            unfinished=lambda: chain(self._live(), self._flight.lingering),
         )
         self._grammars = GrammarDesk()
-        self._in_step: tuple[tuple[R, Row], ...] = ()
         self.paused: PauseMode | None = None
         """The mode of the pause in force."""
         self.leave = Leave(settings.drain_s, settings.longest_post_s)
@@ -108,9 +118,7 @@ class Scheduler(Role[R]):
     # ------------------------------------------------------------ events
 
     @final
-    def handle(
-        self, event: FromRouter | RouterLost | FromPeer | PeerClosed | PeerProbed, now: float
-    ) -> None:
+    def handle(self, event: Fact, now: float) -> None:
         """Take in one fact from the I/O thread."""
         self._now = now
         match event:
@@ -126,9 +134,7 @@ class Scheduler(Role[R]):
             case _:
                 assert_never(event)
 
-    def _on_router_message(
-        self, router: Incarnation, body: Generate | Abort | PeerGone | Peers
-    ) -> None:
+    def _on_router_message(self, router: Incarnation, body: RouterOrder) -> None:
         match body:
             case Generate():
                 self.add_request(body, router)
@@ -256,8 +262,8 @@ class Scheduler(Role[R]):
 
     @property
     def is_empty(self) -> bool:
-        """No request is here, and no transfer can touch a page of this node."""
-        return not self._reqs and not self.kv.num_quarantined
+        """No request is here, and neither a transfer nor a step can touch a page of this node."""
+        return not (self._reqs or self.kv.num_quarantined or self._flight)
 
     # ------------------------------------------------------------ steps
 
@@ -265,7 +271,7 @@ class Scheduler(Role[R]):
     def schedule(self, now: float) -> StepPlan:
         """Decide the next step. While paused the batch is empty, whatever the role."""
         self._now = now
-        assert not self._in_step, "the last step's result was not taken in"
+        assert self.may_run_ahead, "the last step's result was not taken in"
         self._tombstones.expire(now)
         self._expire()
         paused = self.paused is not None
@@ -275,7 +281,8 @@ class Scheduler(Role[R]):
         self._lora.begin_turn(now)
         self._advance()
         rows = [] if paused else self._select()
-        self._in_step = tuple(rows)
+        if rows:
+            self._flight.begin(rows)
         if self.leave.under_way:
             self._lora.dismiss(for_good=self.leave.may_end(now, is_empty=self.is_empty))
             if self.is_empty:
@@ -287,16 +294,23 @@ class Scheduler(Role[R]):
         batch = Batch(tuple(row for _, row in rows)) if rows else None
         return StepPlan(batch, transfers, messages, adapters, grammars, answers)
 
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether `schedule` may be called before the newest plan's batch is taken in."""
+        return self._flight.may_run_ahead
+
     @final
     def process_batch_result(self, result: BatchResult, now: float) -> None:
-        """Take in what the runner computed for the last plan's batch."""
+        """Take in what the runner computed for the oldest batch that is in flight."""
         self._now = now
-        step, self._in_step = self._in_step, ()
+        step = self._flight.land()
         for (req, _), scores in zip(step, result.prompt_logprobs, strict=False):
             if req.prompt_logprobs is not None:
                 req.prompt_logprobs += scores
         for (req, row), sample in zip(step, result.samples, strict=True):
-            if isinstance(sample, NotSampled):
+            if is_over(req):
+                self.counters["wasted_rows"] += 1
+            elif isinstance(sample, NotSampled):
                 self._fail(req, FailureKind.INVALID, sample.error)
             else:
                 self._on_computed(req, row, sample)
@@ -305,10 +319,10 @@ class Scheduler(Role[R]):
     def process_batch_failure(self, error: str, now: float) -> None:
         """The forward pass raised: its requests fail, the node goes on."""
         self._now = now
-        step, self._in_step = self._in_step, ()
         self.counters["failed_steps"] += 1
-        for req, _ in step:
-            self._fail(req, FailureKind.ENGINE, error)
+        for req, _ in self._flight.land():
+            if not is_over(req):
+                self._fail(req, FailureKind.ENGINE, error)
 
     # ------------------------------------------------------------ how requests end
 
@@ -319,8 +333,7 @@ class Scheduler(Role[R]):
 
     def _live(self) -> Iterator[R]:
         """The same in any order."""
-        aborting = self.queues[State.ABORTING]
-        return (req for req in self._reqs.values() if req not in aborting)
+        return (req for req in self._reqs.values() if not is_over(req))
 
     def _fail(self, req: R, kind: FailureKind, message: str) -> None:
         self._stop(req, Failed(room=req.room, kind=kind, message=message), kind, message)
@@ -339,13 +352,12 @@ class Scheduler(Role[R]):
         else:
             self.counters["aborts"] += 1
         self.ledger.ended(req, message if answer is None else type(answer).__name__.lower())
-        self._slots.take_back(req)
+        self._flight.take_slot_back(req)
         self._let_go(req, kind, message)
 
     def _retire(self, req: R, stone: Tombstone) -> None:
-        """The request's last act: nothing can touch its pages any more."""
-        self._slots.take_back(req)
-        self.kv.release(req)
+        """The request's last act: no transfer can touch its pages any more."""
+        self._flight.release(req)
         self._ended.take(req)
         del self._reqs[req.room]
         if self._rooms_by_rid.get((req.router, req.rid)) == req.room:
@@ -391,6 +403,7 @@ class Scheduler(Role[R]):
     def check_invariants(self) -> None:
         """Raise unless every request, page and slot is in exactly one place."""
         check_queues(self.queues, self._reqs, self._tombstones)
-        self.kv.check(self._reqs.values())
-        self._slots.check(self._reqs.values())
-        self._lora.check(self._reqs.values())
+        holders = {*self._reqs.values(), *self._flight.lingering}
+        self.kv.check(holders)
+        self._slots.check(holders)
+        self._lora.check(holders)

@@ -1,6 +1,6 @@
 """Whether decode may take a request's pages now, and who gives pages back: pure decisions."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from common.lifecycle import ReqQueue, State
 from decode_node.request import DecodeReq
@@ -31,6 +31,11 @@ def has_room(need: int, grows: int, others: Sequence[int], free: int, per_reques
     What it shares with others it does not take, so `need` is no measure of what it has.
     """
     return fits(need, free, reserve((*others, grows), per_request), alone=not others)
+
+
+def pages_to_go_on(reqs: Iterable[DecodeReq], pages_for: Callable[[int], int]) -> int:
+    """Pages that these lack for their next token's KV, counting tokens that are being drawn."""
+    return sum(max(0, pages_for(r.num_tokens + r.drawing) - len(r.pages)) for r in reqs)
 
 
 def choose_victim(queues: Mapping[State, ReqQueue[DecodeReq]]) -> DecodeReq | None:

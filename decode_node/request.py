@@ -55,10 +55,11 @@ class DecodeReq(Req):
         new_pages, self.unsent_pages = tuple(self.unsent_pages), []
         return Row(
             slot=self.slot,
-            start=self.num_tokens - 1,
-            token_ids=(self.output_ids[-1],),
+            start=self.num_tokens + self.drawing - 1,
+            token_ids=(0,) if self.drawing else (self.output_ids[-1],),
             new_pages=new_pages,
-            sample_index=len(self.output_ids),
+            sample_index=len(self.output_ids) + self.drawing,
             init=self.take_init(),
             lora_slot=lora_slot,
+            from_slot=self.drawing > 0,
         )

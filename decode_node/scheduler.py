@@ -39,7 +39,7 @@ from common.plan import Notified, PeerAdded, PieceLanded, Row, Sample, WriteDone
 from common.scheduler import Scheduler
 from common.settings import SchedulerSettings
 from common.tombstones import Ending, Tombstone
-from decode_node.admission import choose_victim, has_room
+from decode_node.admission import choose_victim, has_room, pages_to_go_on
 from decode_node.announced import AnnouncedPeers
 from decode_node.forecast import SlotForecast
 from decode_node.local_prefill import LocalPrefill
@@ -221,6 +221,8 @@ class DecodeScheduler(Scheduler[DecodeReq]):
     # ------------------------------------------------------------ steps
 
     def _select(self) -> list[tuple[DecodeReq, Row]]:
+        if self._flight and self._is_short_of_pages():
+            return []  # who is retracted gives nothing back before the step in flight is taken in
         for req in self.waiting_queue.snapshot():
             if not self._slots.any_free:
                 break
@@ -231,16 +233,22 @@ class DecodeScheduler(Scheduler[DecodeReq]):
             self._lora.starts(req)
             req.unsent_pages = list(req.pages)
             self._mark(req, "waiting")
-        ready = [req for req in self.running_queue.snapshot() if self._make_room(req)]
+        going_on = [r for r in self.running_queue.snapshot() if not r.draws_its_last]
+        ready = [req for req in going_on if self._make_room(req)]
         running = [req for req in ready if req in self.running_queue]
         slot_of = self._lora.slot_of
         rows = [(req, req.next_row(slot_of(req))) for req in running]
         return rows + self._local.rows(slot_of, anybody_runs=bool(running))
 
+    def _is_short_of_pages(self) -> bool:
+        """Whether somebody would have to be retracted for the next step."""
+        reqs = (*self.running_queue, *self.waiting_queue)
+        return pages_to_go_on(reqs, self.kv.pages_for) > self.kv.num_free
+
     def _make_room(self, req: DecodeReq) -> bool:
         """A page for the next token's KV, retracting the last in rank if need be; else False."""
         while req in self.running_queue:
-            pages = self.kv.grow(req, req.num_tokens)
+            pages = self.kv.grow(req, req.num_tokens + req.drawing)
             if pages is not None:
                 req.unsent_pages += pages
                 return True

@@ -9,7 +9,7 @@ a request that ends in whatever way has nothing to give back.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from common.lifecycle import State
+from common.lifecycle import is_over
 from common.lora.drain import Drain
 from common.request import Req
 
@@ -31,8 +31,7 @@ class Slot:
     @property
     def is_kept(self) -> bool:
         """Whether the request it was filled for still waits to enter it."""
-        req = self.kept_for
-        return req is not None and req.queue.state not in (State.ABORTING, State.ENDED)
+        return self.kept_for is not None and not is_over(self.kept_for)
 
 
 class AdapterSlots:

@@ -18,13 +18,13 @@ def plant(seconds: float) -> None:
     """Let the engine's thread stand still in every forward pass from now on."""
     from common.engine.runner import ModelRunner
 
-    run: Callable[..., Any] = ModelRunner.run
+    launch: Callable[..., Any] = ModelRunner.launch
 
     def planted(*args: Any) -> Any:
         time.sleep(seconds)
-        return run(*args)
+        return launch(*args)
 
-    setattr(ModelRunner, "run", planted)  # noqa: B010 - a method is replaced on purpose
+    setattr(ModelRunner, "launch", planted)  # noqa: B010 - a method is replaced on purpose
 
 
 if __name__ == "__main__":

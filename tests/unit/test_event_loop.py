@@ -1,6 +1,7 @@
 """The loop: order of a turn, when it sleeps, and what an exception concerns."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from common.event_loop import EventLoop
@@ -46,6 +47,19 @@ from tests.unit.scheduler.harness import HELLO, destination, generate
 from tests.unit.scheduler.node_settings import PAGE_BYTES, settings
 
 
+@dataclass
+class Launched:
+    """A step; each row that draws draws token 1."""
+
+    batch: Batch
+    did: list[str]
+
+    def result(self) -> BatchResult:
+        self.did.append("result")
+        rows = self.batch.rows
+        return BatchResult(tuple(None if r.sample_index is None else Sample(1) for r in rows))
+
+
 class Recorder:
     """Runner, transfers and port in one; writes down what the loop did, in order."""
 
@@ -75,12 +89,13 @@ class Recorder:
         self.sent += messages
         self.did.append("send")
 
-    def run(self, batch: Batch) -> BatchResult:
+    overlaps = False
+
+    def launch(self, batch: Batch) -> Launched:
         self.did.append("run")
         if self.error is not None:
             raise self.error
-        rows = batch.rows
-        return BatchResult(tuple(None if r.sample_index is None else Sample(1) for r in rows))
+        return Launched(batch, self.did if self.overlaps else [])
 
     def wait(self, timeout_s: float) -> None:
         self.did.append("wait")

@@ -101,7 +101,7 @@ class Engine:
     def step(self, *work: tuple[Generation, int]) -> None:
         """One batch: so many tokens of each generation."""
         rows = tuple(self.row(generation, count) for generation, count in work)
-        result = self.runner.run(Batch(rows))
+        result = self.runner.launch(Batch(rows)).result()
         for (generation, count), row, sample in zip(work, rows, result.samples, strict=True):
             generation.computed += count
             assert (sample is None) == (row.sample_index is None)

@@ -111,13 +111,13 @@ def test_rows_of_the_base_model_stay_bitwise_the_same(
     model = adapted("llama-biases")
     engine = Engine(model.loaded, lora=model.pool())
     seen: list[torch.Tensor] = []
-    logits_of = engine.runner._model.logits
+    logits_of = engine.runner._core.model.logits
 
     def watched(*arguments: object) -> torch.Tensor:
         seen.append(logits_of(*arguments).clone())  # type: ignore[arg-type]
         return seen[-1]
 
-    monkeypatch.setattr(engine.runner._model, "logits", watched)
+    monkeypatch.setattr(engine.runner._core.model, "logits", watched)
     names = [None, "all-8", None, "qv-4", "odd-layers-33", None]
     logits = []
     for adapters in (names, [None] * len(names)):
@@ -199,13 +199,13 @@ def test_bfloat16_is_close_to_peft(
     assert pool.dtype is (torch.bfloat16 if native else torch.float32)
     engine = Engine(zoo.loaded("llama-biases", "bfloat16"), lora=pool)
     seen: list[torch.Tensor] = []
-    logits_of = engine.runner._model.logits
+    logits_of = engine.runner._core.model.logits
 
     def watched(*arguments: object) -> torch.Tensor:
         seen.append(logits_of(*arguments))  # type: ignore[arg-type]
         return seen[-1]
 
-    monkeypatch.setattr(engine.runner._model, "logits", watched)
+    monkeypatch.setattr(engine.runner._core.model, "logits", watched)
     for name in ADAPTERS:
         want = model.oracle.logits(name, prompt(24))[-1]
         base = model.oracle.logits(None, prompt(24))[-1]

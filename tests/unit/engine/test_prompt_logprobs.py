@@ -38,7 +38,7 @@ def scored(
         row = engine.row(generation, count)
         row = replace(row, prompt_logprobs=wish, next_ids=prompt[start + 1 : start + count + 1])
         beside = [engine.row(other, 1) for other in others]
-        result = engine.runner.run(Batch((*beside, row)))
+        result = engine.runner.launch(Batch((*beside, row))).result()
         assert result.prompt_logprobs[: len(beside)] == ((),) * len(beside)
         found += result.prompt_logprobs[-1]
         generation.computed += count
@@ -78,7 +78,7 @@ def test_without_alternatives_only_the_token_is_told(zoo: Zoo, prompt: Prompt) -
 def test_nobody_asks_and_nothing_is_told(zoo: Zoo, prompt: Prompt) -> None:
     engine = Engine(zoo.loaded("llama"))
     row = engine.row(engine.start(0, prompt(10), greedy(4)), 10)
-    assert engine.runner.run(Batch((row,))).prompt_logprobs == ()
+    assert engine.runner.launch(Batch((row,))).result().prompt_logprobs == ()
 
 
 def test_logits_are_made_a_slice_at_a_time(

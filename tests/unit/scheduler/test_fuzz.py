@@ -38,13 +38,13 @@ def disturb(world: World, chance: random.Random) -> None:
         case 4:
             node.pause(chance.choice(list(PauseMode)))
         case 5 | 6:
-            node.scheduler.continue_generation()
+            node.between_steps().continue_generation()
         case 7:
             live = [c for c in world.router.clients if c.end is None]
             if live:
                 world.router.abort(chance.choice(live))
         case 8:
-            node.scheduler.abort_requests()
+            node.between_steps().abort_requests()
         case 9:
             node.runner.fail_next = True
         case 10 if chance.random() < 0.3:
@@ -55,18 +55,20 @@ def disturb(world: World, chance: random.Random) -> None:
         case 12 if chance.random() < 0.5:
             world.break_router_link(name)
         case 13 if chance.random() < 0.4 and not node.scheduler.leave.under_way:
-            node.scheduler.leave.begin(world.now)
+            node.between_steps().leave.begin(world.now)
             _ = world.add_prefill() if name.startswith("p") else world.add_decode()
         case 14 if chance.random() < 0.3:
             one, other = chance.choice(world.prefills()), chance.choice(world.decodes())
             world.cut(one, other, chance.choice([0.5, 3.0, 9.0]))
         case 15 if chance.random() < 0.3:
-            node.scheduler.flush_cache()
+            node.between_steps().flush_cache()
         case _:
             pass
 
 
-def run(seed: int, steps: int = 120, router: Router = ModelRouter) -> World:
+def run(
+    seed: int, steps: int = 120, router: Router = ModelRouter, *, overlap: bool = False
+) -> World:
     chance = random.Random(seed)
     world = World(
         seed,
@@ -79,6 +81,7 @@ def run(seed: int, steps: int = 120, router: Router = ModelRouter) -> World:
         local=chance.choice([0.0, 0.3, 1.0]),
         prefix_cache=chance.random() < 0.8,
         router=router,
+        overlap=overlap,
     )
     for _ in range(steps):
         if chance.random() < 0.5:

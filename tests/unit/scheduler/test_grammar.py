@@ -55,7 +55,7 @@ def step_failing(driven: Driven, error: str) -> None:
     assert plan.batch is not None
     samples = [
         Sample(5) if req.sampling.grammar is None else NotSampled(error)
-        for req, _ in driven.scheduler._in_step
+        for req, _ in driven.scheduler._flight.newest
     ]
     driven.scheduler.process_batch_result(BatchResult(tuple(samples)), driven.now)
     driven.scheduler.check_invariants()

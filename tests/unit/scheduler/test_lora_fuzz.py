@@ -61,7 +61,9 @@ def disturb_adapters(world: World, chance: random.Random) -> None:
             pass
 
 
-def run(seed: int, steps: int = 150, router: Router = ModelRouter) -> World:
+def run(
+    seed: int, steps: int = 150, router: Router = ModelRouter, *, overlap: bool = False
+) -> World:
     chance = random.Random(seed)
     slots = chance.randint(1, 3)
     world = World(
@@ -77,6 +79,7 @@ def run(seed: int, steps: int = 150, router: Router = ModelRouter) -> World:
         max_loaded_loras=slots + chance.randint(0, 2),
         lora_drain_wait_s=chance.choice([0.0, 1.0, 3.0]),
         router=router,
+        overlap=overlap,
     )
     for _ in range(steps):
         if chance.random() < 0.25:

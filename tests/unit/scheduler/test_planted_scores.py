@@ -34,8 +34,8 @@ def they_are_asked_for_again(patch: pytest.MonkeyPatch) -> None:
 def a_chunk_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     original = Req._next_prompt_ids
 
-    def planted(self: Req, end: int) -> list[int]:
-        return original(self, end) if self.num_computed == 0 else []
+    def planted(self: Req, start: int, end: int) -> list[int]:
+        return original(self, start, end) if start == 0 else []
 
     patch.setattr(Req, "_next_prompt_ids", planted)
 

@@ -1,6 +1,7 @@
 """One node of the virtual cluster: a real scheduler, and stand-ins for everything around it."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,11 +9,23 @@ from common.events import FromRouter, RouterLost
 from common.kv_cache.hashing import key
 from common.messages import Incarnation, LoadAdapter, UnloadAdapter
 from common.modes import PauseMode
-from common.plan import CacheChanged
+from common.plan import Batch, CacheChanged
 from common.scheduler import Scheduler
+from common.steps import Runner, Steps
 from tests.unit.scheduler.compiler import FakeCompiler
 from tests.unit.scheduler.loader import FakeLoader
-from tests.unit.scheduler.model import FakeRunner, Memory, Violation
+from tests.unit.scheduler.model import FakeRunner, Memory, Planted, Violation
+
+
+class WatchedSteps(Steps):
+    """Remembers what went wrong."""
+
+    def __init__(self, scheduler: Scheduler[Any], runner: Runner, clock: Callable[[], float]):
+        super().__init__(scheduler, runner, clock)
+        self.errors: list[Exception] = []
+
+    def _report(self, error: Exception, num_rows: int) -> None:
+        self.errors.append(error)
 
 
 @dataclass
@@ -22,6 +35,7 @@ class Node:
     runner: FakeRunner
     loader: FakeLoader
     compiler: FakeCompiler
+    steps: WatchedSteps
     inbox: deque[FromRouter | RouterLost] = field(default_factory=deque)
     facts: list[Any] = field(default_factory=list)
     frozen_until: float = 0.0
@@ -38,10 +52,28 @@ class Node:
     def takes_work(self) -> bool:
         return self.scheduler.paused is None and not self.scheduler.leave.under_way
 
+    def between_steps(self) -> Scheduler[Any]:
+        """For what the event loop does only when nothing is in flight."""
+        self.steps.land()
+        self._check_steps()
+        return self.scheduler
+
+    def advance(self, batch: Batch | None) -> None:
+        self.steps.advance(batch)
+        self._check_steps()
+
+    def _check_steps(self) -> None:
+        """What fails in a step is a fault of the design, unless it was planted."""
+        for error in self.steps.errors:
+            if not isinstance(error, Planted):
+                raise error
+
     def pause(self, mode: PauseMode) -> None:
         """Where nothing computed before may survive, nothing does: its weights are swapped. What a
         posted write still reads is not touched by that."""
-        self.scheduler.pause_generation(mode)
+        self.between_steps().pause_generation(mode)
+        if self.runner.in_flight:
+            raise Violation("a paused node computes")
         if mode.empties_node:
             held = {page for req in self.scheduler._reqs.values() for page in req.pages}
             self.memory.wipe(set(range(self.memory.num_pages)) - held)

@@ -44,7 +44,7 @@ from tests.unit.scheduler.model import FakeRunner, Memory, PostedWrite, Violatio
 from tests.unit.scheduler.network import Network, memory
 from tests.unit.scheduler.node_settings import LEASE_S, PAGE_BYTES, POST_S, settings
 from tests.unit.scheduler.real_router import RealRouter
-from tests.unit.scheduler.virtual_node import Node
+from tests.unit.scheduler.virtual_node import Node, WatchedSteps
 
 ROUTER = "router-1"
 TICK_S, TCP_TIMEOUT_S = 0.1, 10.0
@@ -69,9 +69,12 @@ class World:
         reorder: bool = False,
         local: float = 0.0,
         router: type[ModelRouter] | type[RealRouter] = ModelRouter,
+        overlap: bool = False,
         **overrides: Any,
     ) -> None:
         self.random = random.Random(seed)
+        self.overlap = random.Random(seed) if overlap else None
+        """If there is one, nodes decide a step while the one before it runs."""
         self.now = 0.0
         self.repeat = repeat
         self.local = local
@@ -115,8 +118,9 @@ class World:
         memory = Memory(self.pages)
         loader = FakeLoader(self.disk, self.random, scheduler.settings)
         compiler = FakeCompiler(self.random)
-        runner = FakeRunner(memory, loader.slots, compiler.ready)
-        self.nodes[name] = Node(scheduler, memory, runner, loader, compiler)
+        runner = FakeRunner(memory, loader.slots, compiler.ready, chance=self.overlap)
+        steps = WatchedSteps(scheduler, runner, lambda: self.now)
+        self.nodes[name] = Node(scheduler, memory, runner, loader, compiler, steps)
         return name
 
     def prefills(self) -> list[Incarnation]:
@@ -189,7 +193,7 @@ class World:
         while node.inbox:
             scheduler.handle(node.inbox.popleft(), self.now)
         while node.verbs:
-            scheduler.change_adapters(*node.verbs.popleft())
+            node.between_steps().change_adapters(*node.verbs.popleft())
         for event in node.loader.poll(self.now):
             scheduler.on_adapter(event, self.now)
         for compiled in node.compiler.poll(self.now):
@@ -210,17 +214,12 @@ class World:
         node.compiler.submit(plan.grammars, self.now)
         self.adapters.on_answers(name, plan.answers)
         if scheduler.leave.may_end(self.now, is_empty=scheduler.is_empty):
+            node.between_steps()
             self._leave(name)
             return
-        if plan.batch is not None:
-            if scheduler.paused is not None:
-                raise Violation("a paused node computes")
-            try:
-                result = node.runner.run(plan.batch)
-            except RuntimeError as error:
-                scheduler.process_batch_failure(str(error), self.now)
-            else:
-                scheduler.process_batch_result(result, self.now)
+        if plan.batch is not None and scheduler.paused is not None:
+            raise Violation("a paused node computes")
+        node.advance(plan.batch)
         scheduler.take_report()
         scheduler.check_invariants()
 
@@ -231,7 +230,7 @@ class World:
         self.disk.heal()
         for node in self.nodes.values():
             node.frozen_until = 0.0
-            node.scheduler.continue_generation()
+            node.between_steps().continue_generation()
         for _ in range(limit):
             if self.router.all_ended() and self.quiet():
                 return
@@ -242,6 +241,7 @@ class World:
         return all(
             node.scheduler.kv.num_free == node.scheduler.kv.num_pages
             and not node.scheduler.unfinished()
+            and not node.steps.in_flight
             and not node.scheduler.leave.under_way
             and node.loader.is_idle
             and node.compiler.is_idle
