@@ -140,7 +140,8 @@ class EventLoop:
         if self._may_end():
             self._steps.land()
             return False
-        worked = self._steps.advance(plan.batch)
+        self._steps.launch(plan.batch)
+        worked = self._steps.take_in()
         self._publish()
         if not worked:
             self._port.wait(self._tick_s)

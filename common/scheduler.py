@@ -22,15 +22,7 @@ from itertools import chain
 from typing import assert_never, final
 
 from common.drain import Leave
-from common.events import (
-    Fact,
-    FromPeer,
-    FromRouter,
-    PeerClosed,
-    PeerProbed,
-    RouterLost,
-    RouterOrder,
-)
+from common.events import Fact, FromRouter, RouterLost, RouterOrder
 from common.flight import Flight
 from common.grammar.desk import GrammarDesk
 from common.intake import never_fits, not_now
@@ -129,10 +121,8 @@ class Scheduler(Role[R]):
                 for req in self.unfinished():
                     if req.router == router:
                         self._stop(req, None, FailureKind.REFUSED, "its router is gone")
-            case FromPeer() | PeerClosed() | PeerProbed():
-                self._on_peer_event(event)
             case _:
-                assert_never(event)
+                self._on_peer_event(event)
 
     def _on_router_message(self, router: Incarnation, body: RouterOrder) -> None:
         match body:

@@ -10,6 +10,7 @@ messages are handled behind it, so they find nothing half done.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -67,38 +68,42 @@ class Steps:
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
-        self._in_flight: _Launched | None = None
+        self._in_flight: deque[_Launched] = deque()
+        self._launched = False
 
-    @property
-    def in_flight(self) -> bool:
-        return self._in_flight is not None
+    def __len__(self) -> int:
+        """Steps launched and not taken in."""
+        return len(self._in_flight)
 
-    def advance(self, batch: Batch | None) -> bool:
-        """Launch what was decided (None: nothing), take in what was in flight before, and the
-        launched step too unless the next may be decided ahead of it.
-
-        Returns whether there was anything to do.
-        """
-        before, self._in_flight = self._in_flight, None
+    def launch(self, batch: Batch | None) -> None:
+        """Begin what this turn has decided; None: nothing."""
+        self._launched = batch is not None
         if batch is not None:
-            self._in_flight = self._launch(batch)
-        if before is not None:
-            self._take_in(before)
-        if not (self._runner.overlaps and self._may_run_ahead()):
-            self.land()
-        return before is not None or batch is not None
+            self._in_flight.append(self._launch(batch))
 
-    def _may_run_ahead(self) -> bool:
-        launched = self._in_flight
-        if launched is None or isinstance(launched.pending, _NotLaunched):
-            return False
-        return self._scheduler.may_run_ahead
+    def take_in(self) -> bool:
+        """Wait for the steps of earlier turns and take them in; the step of this turn too, unless
+        the next may be decided ahead of it.
+
+        Returns whether there was anything to compute or to take in.
+        """
+        worked = bool(self._in_flight)
+        while len(self._in_flight) > self._launched:
+            self._take_in(self._in_flight.popleft())
+        if worked and not (self._runner.overlaps and self._may_run_ahead()):
+            self.land()
+        return worked
 
     def land(self) -> None:
-        """Take in what is in flight; afterwards nothing is computed."""
-        launched, self._in_flight = self._in_flight, None
-        if launched is not None:
-            self._take_in(launched)
+        """Take in all that is in flight; afterwards nothing is computed."""
+        while self._in_flight:
+            self._take_in(self._in_flight.popleft())
+
+    def _may_run_ahead(self) -> bool:
+        """A launch that failed is said before anything is built on it."""
+        if any(isinstance(launched.pending, _NotLaunched) for launched in self._in_flight):
+            return False
+        return self._scheduler.may_run_ahead
 
     def _launch(self, batch: Batch) -> _Launched:
         pending: Pending

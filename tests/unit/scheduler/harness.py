@@ -26,6 +26,7 @@ from common.plan import (
     AdapterFailed,
     AdapterPlaced,
     AdapterRead,
+    Batch,
     BatchResult,
     DropAdapter,
     Notified,
@@ -96,19 +97,29 @@ class Driven:
 
     def step(self, token: int = 5) -> StepPlan:
         """One turn; each sampling row draws `token`, a prompt token's logprob is minus its id."""
+        plan = self.decide()
+        if plan.batch is not None:
+            self.take_in(plan.batch, token)
+        return plan
+
+    def decide(self) -> StepPlan:
+        """The first half of a turn. What is decided twice is in flight twice."""
         plan = self.scheduler.schedule(self.now)
         self.transfers += plan.transfers
         self.commands += plan.adapters
         self.answers += plan.answers
         self.to_router += [m.body for m in plan.messages if isinstance(m, ToRouterMsg)]
         self.to_peer += [m.body for m in plan.messages if isinstance(m, ToPeerMsg)]
-        if plan.batch is not None:
-            drawn = [None if r.sample_index is None else Sample(token) for r in plan.batch.rows]
-            scores = [tuple(TokenLogprob(-i) for i in r.next_ids) for r in plan.batch.rows]
-            result = BatchResult(tuple(drawn), tuple(scores))
-            self.scheduler.process_batch_result(result, self.now)
         self.scheduler.check_invariants()
         return plan
+
+    def take_in(self, batch: Batch | None, token: int = 5) -> None:
+        """The second half, for the oldest batch in flight."""
+        assert batch is not None
+        drawn = [None if r.sample_index is None else Sample(token) for r in batch.rows]
+        scores = [tuple(TokenLogprob(-i) for i in r.next_ids) for r in batch.rows]
+        self.scheduler.process_batch_result(BatchResult(tuple(drawn), tuple(scores)), self.now)
+        self.scheduler.check_invariants()
 
     def load(self, name: str, ticket: int = 0, **fields: Any) -> None:
         verb = LoadAdapter(name=name, **{"path": f"/{name}"} | fields)

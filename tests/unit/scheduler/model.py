@@ -178,6 +178,25 @@ class FakeRunner:
         self._compute_upto(step)
         self.in_flight.remove(step)
 
+    def pages_to_be_written(self) -> set[int]:
+        """By steps that were launched and are not computed."""
+        tables = {slot: list(told.table) for slot, told in self.told.items()}
+        pages: set[int] = set()
+        lost = set(self._lost)
+        for step in self.in_flight:
+            if step.fails:
+                lost.update(row.slot for row in step.rows)
+            elif step.outcome is None:
+                for row in step.rows:
+                    if row.init is not None:
+                        lost.discard(row.slot)
+                        tables[row.slot] = []
+                    if row.slot not in lost:
+                        tables[row.slot] += row.new_pages
+                        end = row.start + len(row.token_ids)
+                        pages.update(tables[row.slot][row.start // PAGE : -(-end // PAGE)])
+        return pages
+
     def _check_may_launch(self) -> None:
         if self.in_flight and self._chance is None:
             raise Violation("launched before the step before was taken in")

@@ -9,7 +9,7 @@ from common.events import FromRouter, RouterLost
 from common.kv_cache.hashing import key
 from common.messages import Incarnation, LoadAdapter, UnloadAdapter
 from common.modes import PauseMode
-from common.plan import Batch, CacheChanged
+from common.plan import CacheChanged
 from common.scheduler import Scheduler
 from common.steps import Runner, Steps
 from tests.unit.scheduler.compiler import FakeCompiler
@@ -39,6 +39,8 @@ class Node:
     inbox: deque[FromRouter | RouterLost] = field(default_factory=deque)
     facts: list[Any] = field(default_factory=list)
     frozen_until: float = 0.0
+    awaits_step_until: float | None = None
+    """Its engine thread waits for the device; its other threads do not."""
     leases: dict[Incarnation, float] = field(default_factory=dict)
     peers: set[Incarnation] = field(default_factory=set)
     """Prefill: what the transfer backend knows."""
@@ -54,12 +56,13 @@ class Node:
 
     def between_steps(self) -> Scheduler[Any]:
         """For what the event loop does only when nothing is in flight."""
+        self.awaits_step_until = None
         self.steps.land()
         self._check_steps()
         return self.scheduler
 
-    def advance(self, batch: Batch | None) -> None:
-        self.steps.advance(batch)
+    def take_in(self) -> None:
+        self.steps.take_in()
         self._check_steps()
 
     def _check_steps(self) -> None:
@@ -77,6 +80,13 @@ class Node:
         if mode.empties_node:
             held = {page for req in self.scheduler._reqs.values() for page in req.pages}
             self.memory.wipe(set(range(self.memory.num_pages)) - held)
+
+    def check(self) -> None:
+        """Between two turns."""
+        self.scheduler.check_invariants()
+        held = self.scheduler.kv._pool._held
+        if not all(held[page] for page in self.runner.pages_to_be_written()):
+            raise Violation("a step in flight writes into a page that nobody has")
 
     def hear(self, change: CacheChanged) -> None:
         """What routers are told must make sense: nothing is stored or evicted twice."""

@@ -50,6 +50,8 @@ ROUTER = "router-1"
 TICK_S, TCP_TIMEOUT_S = 0.1, 10.0
 LATE_S = 0.7
 """Longest that bytes are on their way after their sender's end, or after a network heals."""
+LONGEST_STEP_S = 1.5
+"""Long enough for pages to be named to a peer, and for what it writes to arrive."""
 LATE_NOTIFICATIONS, NOTIFIED_LATE_S = 0.2, 6.0
 """Share of notifications that come long after their bytes, and by how much at most: past the lease,
 when the pages may have new owners."""
@@ -187,8 +189,10 @@ class World:
     def turn(self, name: Incarnation) -> None:
         """One turn of a node's event loop."""
         node = self.nodes[name]
-        if node.frozen_until > self.now:
+        if node.frozen_until > self.now or (node.awaits_step_until or 0.0) > self.now:
             return
+        if node.awaits_step_until is not None:
+            self._end_turn(node)
         scheduler = node.scheduler
         while node.inbox:
             scheduler.handle(node.inbox.popleft(), self.now)
@@ -219,9 +223,19 @@ class World:
             return
         if plan.batch is not None and scheduler.paused is not None:
             raise Violation("a paused node computes")
-        node.advance(plan.batch)
-        scheduler.take_report()
-        scheduler.check_invariants()
+        node.steps.launch(plan.batch)
+        node.awaits_step_until = self.now
+        if self.overlap is not None and self.overlap.random() < 0.3:
+            node.awaits_step_until += self.overlap.uniform(0, LONGEST_STEP_S)
+        else:
+            self._end_turn(node)
+
+    def _end_turn(self, node: Node) -> None:
+        """Its device has computed what it waits for."""
+        node.awaits_step_until = None
+        node.take_in()
+        node.scheduler.take_report()
+        node.check()
 
     def settle(self, limit: int = 3000) -> None:
         """Heal the world, run until requests have ended, pages are home, and who leaves is gone."""
@@ -241,7 +255,7 @@ class World:
         return all(
             node.scheduler.kv.num_free == node.scheduler.kv.num_pages
             and not node.scheduler.unfinished()
-            and not node.steps.in_flight
+            and not node.steps
             and not node.scheduler.leave.under_way
             and node.loader.is_idle
             and node.compiler.is_idle
