@@ -11,8 +11,8 @@ from common.messages import SamplingParams
 def drawn_on_device(params: SamplingParams, index: int) -> bool:
     """Whether output token number `index` may be drawn without the host.
 
-    Greedy and temperature with top-k and top-p may. Grammars, penalties, biases, `min_p`, a stop
-    token put off by `min_tokens`, and reported log probabilities may not.
+    Greedy, and temperature with filters, may. Grammars, penalties, biases, stop tokens put off by
+    `min_tokens`, and reported log probabilities may not.
     """
     return (
         params.grammar is None
@@ -21,6 +21,5 @@ def drawn_on_device(params: SamplingParams, index: int) -> bool:
         and not params.presence_penalty
         and not params.frequency_penalty
         and not params.logit_bias
-        and params.min_p == 0.0
         and index >= params.min_tokens
     )

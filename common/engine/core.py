@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from common.engine.attention.base import AttentionBackend, AttentionBatch
+from common.engine.attention.base import AttentionBackend
 from common.engine.loader import LoadedModel
 from common.engine.lora.base import LoraBatch, LoraPlanner
 from common.engine.lora.pool import LoraPool

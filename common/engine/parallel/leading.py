@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from common.engine.parallel.batches import encode_batch
-from common.engine.runner import ModelRunner
-from common.plan import Batch, BatchResult
+from common.engine.runner import Computed, ModelRunner
+from common.plan import Batch
 
 
 class LeadingRunner:
@@ -25,10 +25,12 @@ class LeadingRunner:
         self._tell = tell
         self._give_up = give_up
 
-    def run(self, batch: Batch) -> BatchResult:
-        """See `ModelRunner.run`."""
+    overlaps = False
+
+    def launch(self, batch: Batch) -> Computed:
+        """See `ModelRunner.launch`."""
         try:
             self._tell(encode_batch(batch))
-            return self._runner.run(batch)
+            return self._runner.launch(batch)
         except Exception as error:
             self._give_up(error)

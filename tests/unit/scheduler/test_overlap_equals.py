@@ -5,7 +5,7 @@ slots come home; and, where nothing disturbed the two, what their prefix caches 
 """
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -31,8 +31,8 @@ class Request:
     prompt: list[int]
     max_tokens: int
     stop: tuple[int, ...] = ()
-    wish: str = ""
-    """A field of its sampling that makes the host draw."""
+    presence_penalty: float = 0.0
+    """If there is one, the host draws."""
     aborted: int | None = None
     """The turn in which its router gives it up."""
 
@@ -127,9 +127,11 @@ class Alone:
         if number in self.story.ends:
             return
         self.attempts[number] += 1
-        wish = {request.wish: 0.1} if request.wish else {}
         sampling = SamplingParams(
-            max_tokens=request.max_tokens, seed=1, stop_token_ids=request.stop, **wish
+            max_tokens=request.max_tokens,
+            seed=1,
+            stop_token_ids=request.stop,
+            presence_penalty=request.presence_penalty,
         )
         again = generate(
             self.room(number),
@@ -193,10 +195,10 @@ REQUEST = st.builds(
     prompt=st.lists(TOKEN, min_size=1, max_size=14),
     max_tokens=st.integers(1, 12),
     stop=st.lists(TOKEN, max_size=40).map(tuple),
-    wish=st.sampled_from(["", "", "", "min_p"]),
+    presence_penalty=st.sampled_from([0.0, 0.0, 0.0, 0.1]),
     aborted=st.none() | st.integers(1, LAST_TURN),
 )
-CALM = REQUEST.map(lambda r: Request(r.arrives, r.prompt, r.max_tokens, r.stop, r.wish))
+CALM = REQUEST.map(lambda request: replace(request, aborted=None))
 PAUSE = st.tuples(st.integers(1, LAST_TURN), st.sampled_from(PauseMode), st.integers(1, 5))
 
 

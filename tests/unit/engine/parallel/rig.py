@@ -83,7 +83,7 @@ def shared(folder: Path, size: int, make_pool: MakePool | None = None) -> Iterat
     def follow(engine: Engine, inbox: SimpleQueue[bytes | None]) -> None:
         while (payload := inbox.get()) is not None:
             try:
-                result = engine.runner.run(decode_batch(payload))
+                result = engine.runner.launch(decode_batch(payload)).result()
                 assert not any(result.samples)
             except Exception as error:
                 failed.append(error)
