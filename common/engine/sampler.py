@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from common.drawing import drawn_on_device
 from common.engine.constraint import Constraint
 from common.engine.philox import uniform
 from common.grammar.errors import GrammarError
@@ -79,11 +80,7 @@ class SlotSampling:
 
     def plain(self, index: int) -> bool:
         """Whether the row's token is simply the argmax of its logits."""
-        return self.greedy and self.filtered_only(index)
-
-    def filtered_only(self, index: int) -> bool:
-        """Whether temperature and filters are all that lies between logits and token."""
-        return self.params.logprobs is None and not self._adjusts(index)
+        return self.greedy and drawn_on_device(self.params, index)
 
     def _adjusts(self, index: int) -> bool:
         return (
@@ -195,7 +192,7 @@ class Sampler:
         pairs = list(zip(states, draws, strict=True))
         tokens = None
         if self._fused is not None:
-            fused = [state.filtered_only(draw.index) for state, draw in pairs]
+            fused = [drawn_on_device(state.params, draw.index) for state, draw in pairs]
             if any(fused):
                 tokens = self._fused.launch(logits, draws, fused)
         else:
