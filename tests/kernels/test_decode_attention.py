@@ -12,7 +12,7 @@ from tests.kernels.paged_scene import Scene, Shape
 from tests.kernels.precision import DEVICE, DTYPES, assert_close, poisoned
 from tests.kernels.shapes import FLOAT32, lengths, shapes, windows
 
-CONFIGS = [DecodeConfig(16, 4, 2, 16), DecodeConfig(32, 4, 3, 32)]
+CONFIGS = [DecodeConfig(16, 4, 2, 16, 2), DecodeConfig(32, 4, 3, 32, 2)]
 
 
 def run(scene: Scene, work: DecodeWork, rows: int, config: DecodeConfig) -> torch.Tensor:

@@ -110,7 +110,5 @@ def test_a_pool_of_more_elements_than_32_bits_count() -> None:
     query = scene.queries(7)
     tiles = torch.from_numpy(tile_chunks(PlacedSpans.of([(0, 0, 7)]), 8, None)).to(DEVICE)
     out = poisoned(7, 32, dtype=shape.dtype)
-    prefill_attention(
-        query, pool, scene.page_table, tiles, out=out, window=None, config=CONFIGS[0]
-    )
+    prefill_attention(query, pool, scene.page_table, tiles, out=out, window=None, config=CONFIGS[0])
     assert_close("attention", out, scene.attention(query, 0, 0, None))

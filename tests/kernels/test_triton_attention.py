@@ -22,9 +22,9 @@ NUM_SLOTS = 4
 MAX_LENGTH = 96
 TUNING = AttentionTuning(
     prefill=PrefillConfig(block_rows=32, block_keys=32, num_warps=4, num_stages=2),
-    decode=DecodeConfig(block_keys=16, num_warps=4, num_stages=2, min_keys=16),
+    decode=DecodeConfig(block_keys=16, num_warps=4, num_stages=2, min_keys=16, resident=2),
     store=StoreConfig(block_tokens=16),
-    decode_programs=8,
+    processors=4,
 )
 Step = list[tuple[int, int]]
 """(slot, new tokens), in the order of the batch."""
@@ -84,15 +84,13 @@ class Bench:
         self.shape = shape
         self.lengths = [0] * NUM_SLOTS
         pages_a_slot = -(-MAX_LENGTH // shape.page_size)
-        order = torch.randperm(
-            NUM_SLOTS * pages_a_slot, generator=torch.Generator().manual_seed(3)
-        )
+        order = torch.randperm(NUM_SLOTS * pages_a_slot, generator=torch.Generator().manual_seed(3))
         self.page_table = order.view(NUM_SLOTS, pages_a_slot).to(DEVICE)
         inverse = 10000.0 ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
         self.rope = RopeTable(RopeFrequencies(inverse, 1.0), MAX_LENGTH, shape.dtype)
         self.poisoned = make_cache(shape, float("nan"))
         self.zeroed = make_cache(shape, 0.0)
-        self.triton = TritonAttention(self.poisoned, shape.num_heads, windows, TUNING)
+        self.triton = TritonAttention(self.poisoned, shape.num_heads, windows, shape.dtype, TUNING)
         self.torch = TorchAttention(self.zeroed, shape.num_heads, windows, shape.dtype)
         self.oracle = Oracle(shape, windows)
         self.seed = 0
@@ -113,9 +111,7 @@ class Bench:
     def projection(self, rows: int) -> Tensor:
         self.seed += 1
         heads = self.shape.num_heads + 2 * self.shape.num_kv_heads
-        return normal(
-            rows, heads, self.shape.head_dim, dtype=self.shape.dtype, seed=self.seed
-        )
+        return normal(rows, heads, self.shape.head_dim, dtype=self.shape.dtype, seed=self.seed)
 
     def step(self, step: Step) -> None:
         batch = self.batch(step)

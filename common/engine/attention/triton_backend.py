@@ -30,7 +30,7 @@ from common.engine.attention.work import (
 from common.engine.kernels.decode_attention import Workspace, decode_attention
 from common.engine.kernels.prefill_attention import prefill_attention
 from common.engine.kernels.store import rotate_and_store
-from common.engine.kernels.tuning import AttentionTuning
+from common.engine.kernels.tuning import AttentionTuning, Card
 from common.kv_cache.storage import PagedKVCache
 
 
@@ -62,16 +62,21 @@ class TritonAttention:
         cache: PagedKVCache,
         num_heads: int,
         windows: Sequence[int | None],
+        dtype: torch.dtype | None = None,
         tuning: AttentionTuning | None = None,
     ) -> None:
+        assert dtype in (None, cache.dtype), f"{dtype} cannot attend to a pool of {cache.dtype}"
         self._pools = [cache.tensor[:, layer] for layer in range(cache.num_layers)]
         self._num_heads = num_heads
         self._head_dim = cache.head_dim
         self._device = cache.device
         self._windows = tuple(windows)
         self._distinct_windows = tuple(dict.fromkeys(windows))
-        self._tuning = tuning or AttentionTuning.default(cache.device, cache.head_dim, cache.dtype)
-        self._tile_tokens = self._tuning.prefill.tokens(num_heads // cache.num_kv_heads)
+        group = num_heads // cache.num_kv_heads
+        self._tuning = tuning or AttentionTuning.default(
+            Card.of(cache.device), cache.head_dim, group, cache.dtype
+        )
+        self._tile_tokens = self._tuning.prefill.tokens(group)
         self._split = Split(
             programs=max(1, self._tuning.decode_programs // cache.num_kv_heads),
             min_keys=self._tuning.decode.min_keys,
@@ -171,13 +176,19 @@ class TritonAttention:
     def forward(
         self, layer: int, qkv: Tensor, rotation: Rotation, metadata: TritonMetadata
     ) -> Tensor:
-        pool, table = self._pools[layer], metadata.page_table
         rotate_and_store(
-            qkv, rotation, pool, table, metadata.slots, metadata.positions,
+            qkv, rotation, self._pools[layer],
+            metadata.page_table, metadata.slots, metadata.positions,
             config=self._tuning.store,
         )  # fmt: skip
         query = qkv[:, : self._num_heads]
         out = query.new_empty(query.shape[0], self._num_heads * self._head_dim)
+        self.attend(layer, query, metadata, out)
+        return out
+
+    def attend(self, layer: int, query: Tensor, metadata: TritonMetadata, out: Tensor) -> None:
+        """The second half of `forward`: `query` is rotated, keys and values are stored."""
+        pool, table = self._pools[layer], metadata.page_table
         window = self._windows[layer]
         lists = metadata.windows[window]
         if lists.tiles is not None:
@@ -190,4 +201,3 @@ class TritonAttention:
                 query, pool, table, lists.pieces, lists.merges,
                 out=out, workspace=metadata.workspace, config=self._tuning.decode,
             )  # fmt: skip
-        return out

@@ -1,4 +1,4 @@
-"""How a step's attention is divided among a GPU's programs: lists for the kernels, made on the host.
+"""How a step's attention is divided among a GPU's programs: lists for kernels, made on the host.
 
 Pure index arithmetic in numpy. Prompt chunks become *tiles* of a few tokens, single tokens *pieces*
 of their sequence's keys. Both lists are sorted by how many keys an entry reads, most first, so that
@@ -123,4 +123,3 @@ def pad(work: DecodeWork, batch_size: int, max_pieces: int) -> DecodeWork:
 def _ranks(counts: Int64s) -> Int64s:
     """0, 1, ..., count - 1 for each count, one behind the other."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-

@@ -45,9 +45,7 @@ class Workspace:
         return self.averages.shape[0]
 
     @classmethod
-    def empty(
-        cls, places: int, num_heads: int, head_dim: int, device: torch.device
-    ) -> "Workspace":
+    def empty(cls, places: int, num_heads: int, head_dim: int, device: torch.device) -> "Workspace":
         averages = torch.empty(places, num_heads, head_dim, device=device)
         return cls(averages, torch.empty(places, num_heads, device=device))
 

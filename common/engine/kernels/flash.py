@@ -48,9 +48,7 @@ def _read(
             tile = tl.load(pointer, mask=column < HEAD_DIM, other=0.0)
     else:
         key = start + tl.arange(0, BLOCK_KEYS)[:, None]
-        tile = tl.load(
-            pointer, mask=(key >= low) & (key < high) & (column < HEAD_DIM), other=0.0
-        )
+        tile = tl.load(pointer, mask=(key >= low) & (key < high) & (column < HEAD_DIM), other=0.0)
     if UPCAST:
         tile = tile.to(tl.float32)
     return tile
@@ -94,9 +92,7 @@ def attend(
         next_page = _pages(table, start + BLOCK_KEYS, low, high, PAGE_SIZE, BLOCK_KEYS)
         offset = (start + tl.arange(0, BLOCK_KEYS)) % PAGE_SIZE
         pointer = pool + (page * page_stride + offset * token_stride)[:, None] + column
-        k = _read(
-            pointer, start, low, high, column, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM, MASK, UPCAST
-        )
+        k = _read(pointer, start, low, high, column, HEAD_DIM, BLOCK_KEYS, BLOCK_DIM, MASK, UPCAST)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if MASK != UNMASKED:
             seen = _visible(query_position, start, low, high, BLOCK_KEYS, WINDOW, MASK)

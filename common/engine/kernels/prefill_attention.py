@@ -19,7 +19,7 @@ from common.engine.kernels.flash import CAUSAL, LOG2_E, LOWEST, UNMASKED, attend
 from common.engine.kernels.tuning import INTERPRETED, PrefillConfig, dot_precision
 
 TILE_FIELDS = 4
-"""int32 fields of a tile: first row in the batch, number of tokens, slot, first token's position."""
+"""int32 fields of a tile: first row in the batch, number of tokens, slot, first position."""
 
 
 @triton.jit

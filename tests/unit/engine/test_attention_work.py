@@ -1,5 +1,7 @@
 """Lists of tiles and pieces: every query and every visible key in exactly one, evenly divided."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,7 +17,9 @@ from common.engine.attention.work import (
 )
 
 windows = st.none() | st.integers(1, 300)
-spans = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2000), st.integers(2, 300)), min_size=1)
+spans = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(0, 2000), st.integers(2, 300)), min_size=1
+)
 splits = st.builds(
     Split,
     programs=st.integers(1, 200),
@@ -56,9 +60,7 @@ def visible(start: int, window: int | None) -> range:
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    st.lists(st.integers(0, 3000) | st.just(100_000), min_size=1, max_size=40), windows, splits
-)
+@given(st.lists(st.integers(0, 3000) | st.just(100_000), min_size=1, max_size=40), windows, splits)
 def test_every_visible_key_is_in_one_piece(
     starts: list[int], window: int | None, split: Split
 ) -> None:
@@ -76,7 +78,7 @@ def test_every_visible_key_is_in_one_piece(
         assert (edges[0], edges[-1]) == (keys.start, keys.stop)
         assert [piece[2] for piece in pieces] == edges[:-1], "no gap and no overlap"
         assert all(edge % split.multiple == 0 for edge in edges[1:-1])
-        assert all(first < last for first, last in zip(edges[:-1], edges[1:], strict=True))
+        assert all(first < last for first, last in pairwise(edges))
         assert {piece[1] for piece in pieces} == {row}
         if count == 1:
             assert pieces[0][4] == -1
