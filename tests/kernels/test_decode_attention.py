@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.engine.attention.work import DecodeWork, PlacedSpans, Split, pad, split_singles
-from common.engine.kernels.decode_attention import Workspace, decode_attention
+from common.engine.attention.work import PlacedSpans, Split, Work, pad, split_singles
+from common.engine.kernels.decode_attention import decode_attention
+from common.engine.kernels.merging import Workspace
 from common.engine.kernels.tuning import DecodeConfig
 from tests.kernels.paged_scene import Scene, Shape
 from tests.kernels.precision import DEVICE, DTYPES, assert_close, poisoned
@@ -15,10 +16,10 @@ from tests.kernels.shapes import FLOAT32, lengths, shapes, windows
 CONFIGS = [DecodeConfig(16, 4, 2, 16, 2), DecodeConfig(32, 4, 3, 32, 2)]
 
 
-def run(scene: Scene, work: DecodeWork, rows: int, config: DecodeConfig) -> torch.Tensor:
+def run(scene: Scene, work: Work, rows: int, config: DecodeConfig) -> torch.Tensor:
     shape = scene.shape
     workspace = Workspace.empty(
-        len(work.pieces) + 1, shape.num_heads, shape.head_dim, torch.device(DEVICE)
+        len(work.entries) + 1, shape.num_heads, shape.head_dim, torch.device(DEVICE)
     )
     workspace.averages.fill_(float("nan"))
     workspace.logarithms.fill_(float("nan"))
@@ -27,7 +28,7 @@ def run(scene: Scene, work: DecodeWork, rows: int, config: DecodeConfig) -> torc
         scene.queries(rows),
         scene.layer,
         scene.page_table,
-        torch.from_numpy(work.pieces).to(DEVICE),
+        torch.from_numpy(work.entries).to(DEVICE),
         torch.from_numpy(work.merges).to(DEVICE) if work.is_split else None,
         out=out,
         workspace=workspace,
@@ -42,7 +43,7 @@ def check(
     window: int | None,
     programs: int,
     config: DecodeConfig = CONFIGS[0],
-) -> DecodeWork:
+) -> Work:
     """The last token of each of `contexts`; rows in reverse order, one of nobody between two."""
     scene = Scene(shape, contexts)
     count = len(contexts)
@@ -126,14 +127,14 @@ def test_padding_reads_nothing_and_becomes_zero(contexts: list[int]) -> None:
     assert not out[len(contexts) :].any(), "padding is zero"
 
 
-def run_padded(scene: Scene, work: DecodeWork) -> torch.Tensor:
+def run_padded(scene: Scene, work: Work) -> torch.Tensor:
     shape = scene.shape
     out = poisoned(len(work.merges), shape.num_heads * shape.head_dim, dtype=shape.dtype)
     decode_attention(
         scene.queries(len(work.merges)),
         scene.layer,
         scene.page_table,
-        torch.from_numpy(work.pieces).to(DEVICE),
+        torch.from_numpy(work.entries).to(DEVICE),
         torch.from_numpy(work.merges).to(DEVICE),
         out=out,
         workspace=Workspace.empty(9, shape.num_heads, shape.head_dim, torch.device(DEVICE)),

@@ -21,7 +21,7 @@ from tests.kernels.shapes import FLOAT32, HEADS
 NUM_SLOTS = 4
 MAX_LENGTH = 96
 TUNING = AttentionTuning(
-    prefill=PrefillConfig(block_rows=32, block_keys=32, num_warps=4, num_stages=2),
+    prefill=PrefillConfig(block_rows=32, block_keys=32, num_warps=4, num_stages=2, min_keys=32),
     decode=DecodeConfig(block_keys=16, num_warps=4, num_stages=2, min_keys=16, resident=2),
     store=StoreConfig(block_tokens=16),
     processors=4,
@@ -183,6 +183,13 @@ def test_a_long_sequence_beside_short_ones() -> None:
     bench.step([(0, 1), (2, 1), (1, 1), (3, 1)])
 
 
+def test_warming_up_touches_no_page() -> None:
+    bench = Bench(FLOAT32, (None, 20))
+    bench.triton.warm_up()
+    assert bench.poisoned.tensor.isnan().all()
+    bench.step([(1, 3), (0, 1)])
+
+
 class TestGraphBuffers:
     """What a captured graph reads keeps its place, whatever the step is."""
 
@@ -193,7 +200,7 @@ class TestGraphBuffers:
         kept = [
             part.data_ptr()
             for lists in buffers.windows.values()
-            for part in (lists.pieces, lists.merges)
+            for part in (lists.pieces, lists.piece_merges)
             if part is not None
         ]
         for size in sizes:
@@ -214,7 +221,7 @@ class TestGraphBuffers:
         now = [
             part.data_ptr()
             for lists in buffers.windows.values()
-            for part in (lists.pieces, lists.merges)
+            for part in (lists.pieces, lists.piece_merges)
             if part is not None
         ]
         assert now == kept

@@ -27,10 +27,11 @@ from common.engine.attention.work import (
     split_singles,
     tile_chunks,
 )
-from common.engine.kernels.decode_attention import Workspace, decode_attention
-from common.engine.kernels.prefill_attention import prefill_attention
+from common.engine.kernels.decode_attention import decode_attention
+from common.engine.kernels.merging import Workspace
+from common.engine.kernels.prefill_attention import TILE_FIELDS, prefill_attention
 from common.engine.kernels.store import rotate_and_store
-from common.engine.kernels.tuning import AttentionTuning, Card
+from common.engine.kernels.tuning import FEW_TOKENS, AttentionTuning, Card
 from common.kv_cache.storage import PagedKVCache
 
 
@@ -39,8 +40,9 @@ class WindowLists:
     """What layers with the same window share; None where there is nothing to launch."""
 
     tiles: Tensor | None
+    tile_merges: Tensor | None
     pieces: Tensor | None
-    merges: Tensor | None
+    piece_merges: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +78,12 @@ class TritonAttention:
         self._tuning = tuning or AttentionTuning.default(
             Card.of(cache.device), cache.head_dim, group, cache.dtype
         )
-        self._tile_tokens = self._tuning.prefill.tokens(group)
+        prefill, decode = self._tuning.prefill, self._tuning.decode
+        self._tile_tokens = prefill.tokens(group)
+        programs = self._tuning.processors / cache.num_kv_heads
+        self._split_tiles = Split(max(1, int(programs)), prefill.min_keys, prefill.block_keys)
         self._split = Split(
-            programs=max(1, self._tuning.decode_programs // cache.num_kv_heads),
-            min_keys=self._tuning.decode.min_keys,
-            multiple=self._tuning.decode.block_keys,
+            max(1, int(programs * decode.resident)), decode.min_keys, decode.block_keys
         )
         self._workspace = self._new_workspace(self._split.programs)
 
@@ -97,15 +100,17 @@ class TritonAttention:
         arrays: list[Int32s | None] = []
         places = 0
         for window in self._distinct_windows:
-            arrays.append(tile_chunks(chunks, self._tile_tokens, window) if len(chunks) else None)
-            work = split_singles(singles, window, self._split) if len(singles) else None
-            arrays.append(None if work is None else work.pieces)
-            arrays.append(None if work is None or not work.is_split else work.merges)
-            places = max(places, 0 if work is None else work.num_places)
+            works = (
+                tile_chunks(chunks, self._tile_tokens, window, self._split_tiles),
+                split_singles(singles, window, self._split),
+            )
+            for work in works:
+                arrays.append(work.entries if len(work.entries) else None)
+                arrays.append(work.merges if work.is_split else None)
+                places = max(places, work.num_places)
         if places > self._workspace.places:
             self._workspace = self._new_workspace(places)
-        host = self._flat([array for array in arrays if array is not None])
-        return self._metadata(batch, arrays, host.to(self._device, non_blocking=True))
+        return self._metadata(batch, arrays, self._flat(arrays).to(self._device, non_blocking=True))
 
     def decode_buffers(
         self, batch_size: int, page_table: Tensor, slots: Tensor, positions: Tensor
@@ -140,7 +145,7 @@ class TritonAttention:
         for window in self._distinct_windows:
             work = split_singles(spans, window, self._split)
             padded = pad(work, batch_size, batch_size + self._split.programs)
-            arrays += [None, padded.pieces, padded.merges]
+            arrays += [None, None, padded.entries, padded.merges]
         return arrays
 
     def _flat(self, arrays: Sequence[Int32s | None]) -> Tensor:
@@ -152,13 +157,13 @@ class TritonAttention:
     def _metadata(
         self, batch: AttentionBatch, arrays: Sequence[Int32s | None], buffer: Tensor
     ) -> TritonMetadata:
-        """`arrays` are tiles, pieces and merges of each window; `buffer` holds them in order."""
+        """`arrays` are the fields of each window's `WindowLists`; `buffer` holds them in order."""
         ends = accumulate((0 if array is None else array.size for array in arrays), initial=0)
         views = [
             None if array is None else buffer[first:last].view(array.shape)
             for array, (first, last) in zip(arrays, pairwise(ends), strict=True)
         ]
-        lists = [WindowLists(*views[at : at + 3]) for at in range(0, len(views), 3)]
+        lists = [WindowLists(*views[at : at + 4]) for at in range(0, len(views), 4)]
         return TritonMetadata(
             batch.page_table,
             batch.slots,
@@ -193,11 +198,31 @@ class TritonAttention:
         lists = metadata.windows[window]
         if lists.tiles is not None:
             prefill_attention(
-                query, pool, table, lists.tiles,
-                out=out, window=window, config=self._tuning.prefill,
+                query, pool, table, lists.tiles, lists.tile_merges,
+                out=out, workspace=metadata.workspace, window=window, config=self._tuning.prefill,
             )  # fmt: skip
         if lists.pieces is not None:
             decode_attention(
-                query, pool, table, lists.pieces, lists.merges,
+                query, pool, table, lists.pieces, lists.piece_merges,
                 out=out, workspace=metadata.workspace, config=self._tuning.decode,
             )  # fmt: skip
+
+    def warm_up(self) -> None:
+        """Compile whatever a step may launch, or load it from Triton's cache, so that no request
+        waits for it. Reads and writes no page."""
+        lists = self._padded(PlacedSpans.of([]), 1)
+        tile = np.zeros((1, TILE_FIELDS), dtype=np.int32)
+        merges = lists[3]
+        for at in range(0, len(lists), 4):
+            lists[at : at + 2] = [tile, merges]
+        for tokens in (1, FEW_TOKENS + 1):
+            nobody = torch.full((tokens,), -1, device=self._device)
+            table = nobody.new_zeros(1, 2)
+            batch = AttentionBatch([], table, nobody, nobody)
+            metadata = self._metadata(batch, lists, self._flat(lists).to(self._device))
+            pool = self._pools[0]
+            heads = self._num_heads + 2 * pool.shape[2]
+            qkv = pool.new_zeros(tokens, heads, self._head_dim)
+            row = pool.new_zeros(tokens, 1, self._head_dim)
+            for window in self._distinct_windows:
+                self.forward(self._windows.index(window), qkv, (row, row), metadata)

@@ -41,14 +41,16 @@ def _read(
     MASK: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Keys or values [BLOCK_KEYS, BLOCK_DIM]; zero where nothing is read."""
-    if MASK == UNMASKED:
-        if BLOCK_DIM == HEAD_DIM:
-            tile = tl.load(pointer)
-        else:
-            tile = tl.load(pointer, mask=column < HEAD_DIM, other=0.0)
+    key = start + tl.arange(0, BLOCK_KEYS)[:, None]
+    if MASK == UNMASKED and BLOCK_DIM == HEAD_DIM:
+        tile = tl.load(pointer)
+    elif MASK == UNMASKED:
+        tile = tl.load(pointer, mask=column < HEAD_DIM, other=0.0)
+    elif BLOCK_DIM == HEAD_DIM:
+        tile = tl.load(pointer, mask=(key >= low) & (key < high), other=0.0)
     else:
-        key = start + tl.arange(0, BLOCK_KEYS)[:, None]
-        tile = tl.load(pointer, mask=(key >= low) & (key < high) & (column < HEAD_DIM), other=0.0)
+        inside = (key >= low) & (key < high) & (column < HEAD_DIM)
+        tile = tl.load(pointer, mask=inside, other=0.0)
     if UPCAST:
         tile = tile.to(tl.float32)
     return tile

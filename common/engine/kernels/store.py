@@ -26,7 +26,10 @@ def _rotated(x_ptr, cos_ptr, sin_ptr, offset, mask, HALF: tl.constexpr):
     return first * cos - second * sin, second * cos + first * sin
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride", "num_tokens"],
+    do_not_specialize_on_alignment=["table_ptr", "slots_ptr", "positions_ptr"],
+)
 def _rotate_and_store_kernel(
     qkv_ptr, qkv_token_stride, qkv_head_stride,
     cos_ptr, sin_ptr, rotation_stride,
@@ -95,5 +98,5 @@ def rotate_and_store(
         page_table, page_table.stride(0), slots, positions, num_tokens,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2, PAGE_SIZE=page_size,
         BLOCK_TOKENS=config.block_tokens, BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-        num_warps=config.num_warps,
+        num_warps=config.num_warps, enable_fp_fusion=True,
     )  # fmt: skip

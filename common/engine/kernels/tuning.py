@@ -34,6 +34,9 @@ SHARED_MEMORY: Mapping[tuple[int, int], int] = {
 LEAST_SHARED_MEMORY = 101376
 """Of a card that the table lacks."""
 
+FEW_TOKENS = 256
+"""Up to here a step's tokens are stored by many small programs."""
+
 log = logging.getLogger(__name__)
 
 
@@ -69,7 +72,7 @@ class StoreConfig:
     @classmethod
     def default(cls, num_tokens: int) -> "StoreConfig":
         """Many programs where there are few tokens, wide ones where there are many."""
-        return cls(2, 1) if num_tokens <= 256 else cls(16, 4)
+        return cls(2, 1) if num_tokens <= FEW_TOKENS else cls(16, 4)
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ class PrefillConfig:
     block_keys: int
     num_warps: int
     num_stages: int
+    min_keys: int = 1024
+    """Of a part of a tile that is split."""
 
     def tokens(self, group: int) -> int:
         """Tokens of a tile, where `group` query heads share a KV head."""
@@ -104,10 +109,6 @@ class AttentionTuning:
     processors: int
     store: StoreConfig | None = None
     """None: by the number of tokens."""
-
-    @property
-    def decode_programs(self) -> int:
-        return self.processors * self.decode.resident
 
     @classmethod
     def default(
