@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from common.engine.attention.base import AttentionBatch, Span
 from common.engine.attention.triton_backend import TritonAttention
 from common.engine.kernels.tuning import (
+    DOES_NOT_FIT,
     INTERPRETED,
     AttentionTuning,
     Card,
@@ -64,15 +64,16 @@ def attention_tuning(
     if measure and not INTERPRETED:
         bench = Bench(cache, num_heads, tuning, cuda_stopwatch)
         prefill, decode = prefill or bench.prefill(), decode or bench.decode()
-        for key, choice in zip(keys, (prefill, decode), strict=True):
-            choices.put(key, choice)
-            log.info("%s: %s", key, choice)
+        choices.put(keys[0], prefill)
+        choices.put(keys[1], decode)
+        log.info("measured %s and %s", prefill, decode)
     return replace(tuning, prefill=prefill or tuning.prefill, decode=decode or tuning.decode)
 
 
 def cuda_stopwatch(call: Callable[[], None]) -> float:
     """Mean of several calls on the current stream, after two that are not counted."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     for _ in range(2):
         call()
     begin.record()
@@ -80,7 +81,8 @@ def cuda_stopwatch(call: Callable[[], None]) -> float:
         call()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / REPETITIONS
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1e3 / REPETITIONS
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,9 @@ class Bench:
         rows, keys = default.block_rows, default.block_keys
         candidates = [
             replace(default, block_rows=r, block_keys=k, num_warps=w, num_stages=s)
-            for r, k, w, s in itertools.product(
-                {rows, max(rows // 2, self._group)}, {keys // 2, keys, 2 * keys}, (4, 8), (2, 3, 4)
-            )
-            if k >= 16 and r >= 16 and (w == 8) == (r >= 128)
+            for r, w in ((rows, 8), (rows, 4), (rows // 2, 4))
+            for k, s in itertools.product((keys // 2, keys, 2 * keys), (2, 3, 4))
+            if k >= 16 and r >= max(16, self._group)
         ]
         return self._fastest(
             [default, *candidates], spans, lambda c: replace(self.tuning, prefill=c)
@@ -117,7 +118,7 @@ class Bench:
         candidates = [
             replace(default, block_keys=k, num_warps=w, num_stages=s, resident=n)
             for k, w, s, n in itertools.product(
-                {default.block_keys // 2, default.block_keys}, (2, 4), (3, 4), (2, 3, 4)
+                (default.block_keys // 2, default.block_keys), (2, 4), (3, 4), (2, 3, 4)
             )
             if k >= 16
         ]
@@ -154,7 +155,7 @@ class Bench:
             metadata = attention.plan(batch)
             try:
                 return self.stopwatch(lambda: attention.attend(next(turns), query, metadata, out))
-            except OutOfResources:
+            except DOES_NOT_FIT:
                 return None
 
         return fastest(candidates, seconds) or candidates[0]

@@ -17,7 +17,10 @@ from typing import Any, TypeVar
 
 import torch
 import triton
+from triton.runtime.errors import OutOfResources
 
+DOES_NOT_FIT: type[Exception] = OutOfResources
+"""Raised by a launch that asks for more shared memory or registers than the card has."""
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels are interpreted in this process. `tl.dot` multiplies bfloat16 wrongly there, so
 kernels cast its operands to float32 then."""

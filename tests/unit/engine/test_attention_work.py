@@ -58,7 +58,7 @@ def check_places(work: Work, owners: dict[int, list[int]]) -> None:
 def test_every_key_of_every_token_of_a_chunk_is_in_one_tile(
     chunks: list[tuple[int, int, int]], tokens: int, window: int | None, split: Split
 ) -> None:
-    wanted = {}
+    wanted: dict[int, tuple[int, int]] = {}
     row = 0
     for slot, start, length in chunks:
         wanted |= {row + i: (slot, start + i) for i in range(length)}
