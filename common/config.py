@@ -29,7 +29,7 @@ class NodeConfig:
     num_pages: int | None = None
     """Pages in this node's pool; sized from `kv_cache_gib` if not given."""
     kv_cache_gib: float = 1.0
-    """Size of the page pool when `num_pages` is not given."""
+    """Size of the page pool, of all `tp` processes together, when `num_pages` is not given."""
     prefix_cache: bool = True
     """Keep the pages of finished requests, and do not compute again what they hold."""
     max_running_requests: int = 64
@@ -50,8 +50,14 @@ class NodeConfig:
     allow_insecure_bind: bool = False
     """Listen beyond the loopback without a cluster secret: whoever can reach the ports may read and
     write what is being served."""
+    tp: int = 1
+    """Processes of this node that share the model, each with a part of every layer (tensor
+    parallelism). Prefill and decode nodes may differ in it."""
+    rank_timeout_s: float = 60.0
+    """How long the processes of a node wait for each other in the middle of a step; one that does
+    not come ends the node."""
     threads: int | None = None
-    """Torch threads; torch's own choice if not given."""
+    """Torch threads of each of the node's processes; torch's own choice if not given."""
     cpus: str | None = None
     """Pin this process to these processors, like 0,2-3."""
     heartbeat_s: float = 0.5
@@ -101,7 +107,8 @@ class NodeConfig:
         positive = (
             "page_size", "max_running_requests", "chunk_size", "heartbeat_s", "router_timeout_s",
             "peer_timeout_s", "tcp_timeout_s", "lease_s", "twin_timeout_s", "transfer_timeout_s",
-            "kv_cache_gib", "max_queued_requests", "max_loras_per_batch", "max_lora_rank",
+            "kv_cache_gib", "max_queued_requests", "max_loras_per_batch", "max_lora_rank", "tp",
+            "rank_timeout_s",
         )  # fmt: skip
         for field in positive:
             if getattr(self, field) <= 0:

@@ -8,7 +8,6 @@ import os
 import shlex
 import signal
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from deploy.default_model import resolve_model
 from deploy.endpoint import Endpoint, EndpointError
 from deploy.errors import StartupError
 from deploy.flags import parse_flags
+from deploy.process import import_path, own_module
 from deploy.supervisor import ChildDied, ChildSpec, Supervisor, say
 from router.config import RouterConfig
 
@@ -39,7 +39,7 @@ ANSWER_TOKENS = 64
 
 _SHARED = (
     "dtype", "max_model_len", "page_size", "num_pages", "max_running_requests", "chunk_size",
-    "max_loras_per_batch", "max_loaded_loras", "max_lora_rank", "lora_drain_wait_s",
+    "max_loras_per_batch", "max_loaded_loras", "max_lora_rank", "lora_drain_wait_s", "tp",
 )  # fmt: skip
 """Fields of the cluster that every node gets as they are."""
 
@@ -88,13 +88,14 @@ def plan_cluster(
         for part in (f"--{field.replace('_', '-')}", str(value))
     ]
     shared += ["--router", f"tcp://{LOOPBACK}:{node_port}"]
-    threads = default_threads(len(os.sched_getaffinity(0)), config.prefill + config.decode)
+    ranks = config.tp * (config.prefill + config.decode)
+    threads = default_threads(len(os.sched_getaffinity(0)), ranks)
     for number in range(config.prefill):
-        placed = _placement(cpu_sets(config.cpus_prefill), number, threads)
+        placed = _placement(cpu_sets(config.cpus_prefill), number, threads, config.tp)
         args = ["--name", f"prefill-{number}", *shared, *placed, *shlex.split(config.prefill_args)]
         children.append(_child(f"prefill-{number}", "prefill_node", PrefillConfig, args, secret))
     for number in range(config.decode):
-        placed = _placement(cpu_sets(config.cpus_decode), number, threads)
+        placed = _placement(cpu_sets(config.cpus_decode), number, threads, config.tp)
         args = ["--name", f"decode-{number}", *shared, *placed, *shlex.split(config.decode_args)]
         children.append(_child(f"decode-{number}", "decode_node", DecodeConfig, args, secret))
     host = LOOPBACK if config.host in ("0.0.0.0", "::", "") else config.host
@@ -109,17 +110,18 @@ def _access_flags(config: ClusterConfig) -> list[str]:
     return [*flags, "--allow-insecure-bind"] if config.allow_insecure_bind else flags
 
 
-def default_threads(processors: int, nodes: int) -> int:
-    """Torch threads of a node: an equal share, one processor left to the router where it can be."""
-    spare = 1 if processors >= 2 * nodes + 1 else 0
-    return max(1, (processors - spare) // nodes)
+def default_threads(processors: int, ranks: int) -> int:
+    """Torch threads of each rank of a node: an equal share, one processor left to the router where
+    it can be."""
+    spare = 1 if processors >= 2 * ranks + 1 else 0
+    return max(1, (processors - spare) // ranks)
 
 
-def _placement(sets: Sequence[str], number: int, threads: int) -> list[str]:
+def _placement(sets: Sequence[str], number: int, threads: int, tp: int) -> list[str]:
     if not sets:
         return ["--threads", str(threads)]
     cpus = sets[number] if len(sets) > 1 else sets[0]
-    return ["--cpus", cpus, "--threads", str(len(parse_cpus(cpus)))]
+    return ["--cpus", cpus, "--threads", str(max(1, len(parse_cpus(cpus)) // tp))]
 
 
 def _child(name: str, module: str, settings: type, args: list[str], secret: Secret) -> ChildSpec:
@@ -131,14 +133,11 @@ def _child(name: str, module: str, settings: type, args: list[str], secret: Secr
     # The environment and not the command line, which every user of the machine can list. Only the
     # router has to know its clients' keys.
     others = () if is_router else ((API_KEYS_VARIABLE, ""), (ADMIN_KEYS_VARIABLE, ""))
-    # -P and the explicit path: a folder named `router` where the user stands is not ours.
-    root = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return ChildSpec(
         name=name,
-        command=(sys.executable, "-P", "-m", module, *args),
+        command=own_module(module, *args),
         environment=(
-            ("PYTHONPATH", path),
+            ("PYTHONPATH", import_path(os.environ)),
             ("PYTHONUNBUFFERED", "1"),
             ("TOKENIZERS_PARALLELISM", "false"),
             (SECRET_VARIABLE, secret.reveal()),

@@ -28,6 +28,9 @@ class ClusterConfig:
     """Tokens in a KV page."""
     num_pages: int | None = None
     """Pages in each node's pool; sized by the node's --kv-cache-gib if not given."""
+    tp: int = 1
+    """Processes of each node that share the model; for one role alone give --tp in its own flags,
+    with --threads."""
     max_running_requests: int = 64
     """Requests computing at the same time on a node."""
     chunk_size: int = 512
@@ -85,7 +88,7 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         if self.prefill < 0:
             raise ValueError(f"prefill must not be negative, not {self.prefill}")
-        for field in ("decode", "start_timeout_s", "stop_timeout_s"):
+        for field in ("decode", "tp", "start_timeout_s", "stop_timeout_s"):
             if getattr(self, field) <= 0:
                 raise ValueError(f"{field} must be positive, not {getattr(self, field)}")
         if self.drain_s < 0:

@@ -1,7 +1,7 @@
 """The composition root of a node, and the only code that looks at `DisaggregationMode`.
 
-    model ─▶ page pool ─▶ transfer (pool registered) ─▶ I/O thread ─▶ scheduler ─▶ event loop
-      └────▶ loader of adapters, compiler of grammars      └─ Hello to the routers, last of all
+    ranks ─▶ model ─▶ page pool ─▶ transfer (registered) ─▶ I/O thread ─▶ scheduler ─▶ event loop
+               └────▶ loader of adapters, compiler of grammars     └─ Hello to the routers, at last
 
 The mode selects the scheduler subclass and the node's side of the peer link; from then on nothing
 asks which half of a request this process serves. A router hears of a node only when its model, pool
@@ -14,29 +14,27 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, TypedDict, assert_never
+from typing import Any, assert_never
 from uuid import uuid4
 
 from common.config import DecodeConfig, NodeConfig, PrefillConfig
 from common.credentials import ClusterKeys
 from common.engine.cpu import set_num_threads
 from common.engine.errors import ModelError
-from common.engine.loader import LoadedModel, load_model
 from common.engine.lora.loader import AdapterLoader
-from common.engine.lora.pool import LoraPool
-from common.engine.parallel.shards import Shard
-from common.engine.runner import ModelRunner
+from common.engine.parallel.adapters import SharedAdapters
+from common.engine.parallel.leading import LeadingRunner
 from common.engine.spec import fingerprint
 from common.event_loop import EventLoop
 from common.gatekeeper import NoCurve
 from common.grammar.compiler import GrammarCompiler
 from common.grammar.store import GrammarStore
 from common.grammar.vocabulary import load_vocabulary
-from common.kv_cache.storage import PagedKVCache, pages_in
+from common.kv_cache.storage import PagedKVCache
 from common.logs import setup_logging
 from common.messages import Fingerprint
 from common.modes import DisaggregationMode
@@ -47,12 +45,15 @@ from common.node_io.settings import CannotBind, IOSettings, NodeIdentity, Regist
 from common.node_io.thread import NodeIO
 from common.scheduler import Scheduler
 from common.settings import SchedulerSettings
+from common.steps import Runner
 from decode_node.scheduler import DecodeScheduler
 from deploy.access import node_keys
 from deploy.default_model import resolve_model
+from deploy.engine import Engine, build, load, parse_params, register
 from deploy.errors import StartupError
+from deploy.ranks import RankProcesses
 from prefill_node.scheduler import PrefillScheduler
-from transfer.nixl import NixlTransfer
+from transfer.rank_transfer import RemoteTransfer
 from transfer.sharded import ShardedTransfer
 
 log = logging.getLogger("node")
@@ -158,31 +159,32 @@ def _compose(
     """Build everything in the order of the module's picture; `stack` takes it down again."""
     began = time.monotonic()
     half = select_half(mode, config)
-    nixl_params = parse_params(config.nixl_params)
+    parse_params(config.nixl_params)
     identity = NodeIdentity(
         role=mode, name=name, incarnation=f"{mode}-{uuid4().hex}", pid=os.getpid()
     )
     set_num_threads(config.threads)
     folder = resolve_model(config.model)
-    log.info("loading %s", folder)
-    model = load_model(folder, config.dtype)
-    max_model_len = choose_max_model_len(config.max_model_len, model.spec.max_positions)
-    cache = _make_cache(config, model)
-    slots = LoraPool(model.spec, model.dtype, config.max_loras_per_batch, config.max_lora_rank)
+    ranks = RankProcesses(config, folder, identity)
+    stack.callback(ranks.close)
+    model = load(config, folder, ranks.group)
     grammars = GrammarStore(lambda: load_vocabulary(folder, model.spec.vocab_size))
-    runner = ModelRunner(model, cache, config.max_running_requests, max_model_len, slots, grammars)
-    runner.warm_up()
+    ranks.connect()
+    with ranks.blaming():
+        engine = build(config, model, ranks.group, grammars)
+        transfer = _register(config, engine, identity, ranks, stack)
+        runner = _warm_up(engine, ranks)
 
-    transfer = _register(nixl_params, cache, identity)
-    stack.callback(transfer.close)
     io = NodeIO(identity, _io_settings(config, keys), half.peers)
     io.start()
     stack.callback(io.close)
-    # Before the side channel: an address that refuses connections says that its process writes no
-    # more. (Closing twice is harmless; the first entry is for an `io` that does not start.)
+    # Before the side channel: an address that refuses connections says that its process, and any
+    # rank of it, writes no more. (Closing twice is harmless; the first entries are for an `io` that
+    # does not start.)
+    stack.callback(ranks.close)
     stack.callback(transfer.close)
     transfer.start(io.wake)
-    adapters = AdapterLoader(Shard.of(model.spec), slots)
+    adapters = SharedAdapters(AdapterLoader(engine.shard, engine.slots), ranks.channels)
     stack.callback(adapters.close)
     adapters.start(io.wake)
     compiler = GrammarCompiler(grammars)
@@ -190,85 +192,49 @@ def _compose(
     compiler.start(io.wake)
 
     agreed = fingerprint(model.spec, model.digest, model.dtype_name, config.page_size)
-    settings = _scheduler_settings(config, identity, agreed, cache, model, max_model_len)
-    loop = EventLoop(half.make_scheduler(settings, cache), runner, transfer, adapters, compiler, io)
+    settings = _scheduler_settings(config, identity, agreed, engine)
+    scheduler = half.make_scheduler(settings, engine.cache)
+    loop = EventLoop(scheduler, runner, transfer, adapters, compiler, io)
     registration = Registration(
         served_model_name=config.served_model_name or config.model.rstrip("/").rpartition("/")[2],
         fingerprint=agreed,
         memories=transfer.memories,
-        max_model_len=max_model_len,
+        max_model_len=engine.max_model_len,
         max_running_requests=config.max_running_requests,
     )
+    ranks.serve()
     ending.through(io)
     io.announce(registration)
     log.info("ready after %.1f s: HTTP at %s", time.monotonic() - began, io.url)
     return loop
 
 
-def choose_max_model_len(asked: int | None, limit: int) -> int:
-    """The model's own limit, or what was asked if the model can do it."""
-    if asked is None:
-        return limit
-    if asked > limit:
-        raise StartupError(f"max_model_len: {asked} is more than the model's {limit} positions")
-    return asked
-
-
-class PageShape(TypedDict):
-    num_layers: int
-    num_kv_heads: int
-    page_size: int
-    head_dim: int
-
-
-def _make_cache(config: NodeConfig, model: LoadedModel) -> PagedKVCache:
-    spec = model.spec
-    shape = PageShape(
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        page_size=config.page_size,
-        head_dim=spec.head_dim,
-    )
-    try:
-        num_pages = config.num_pages or pages_in(config.kv_cache_gib, **shape, dtype=model.dtype)
-        cache = PagedKVCache(num_pages=num_pages, **shape, dtype=model.dtype)
-    except (ValueError, RuntimeError, MemoryError) as error:
-        raise StartupError(f"the page pool: {_first_line(error)}") from error
-    log.info(
-        "page pool: %d pages of %d tokens, %.2f GiB",
-        num_pages, config.page_size, num_pages * cache.page_bytes / (1 << 30),
-    )  # fmt: skip
-    return cache
-
-
 def _register(
-    params: dict[str, str], cache: PagedKVCache, identity: NodeIdentity
+    config: NodeConfig,
+    engine: Engine,
+    identity: NodeIdentity,
+    ranks: RankProcesses,
+    stack: ExitStack,
 ) -> ShardedTransfer:
-    try:
-        local = NixlTransfer(
-            cache.base_address,
-            cache.num_pages,
-            cache.page_bytes,
-            identity.incarnation,
-            params,
-            num_layers=cache.num_layers,
-            first_head=0,
-            num_heads=cache.num_kv_heads,
-        )
-        return ShardedTransfer([local], identity.incarnation)
-    except Exception as error:  # NIXL's own kinds, none of which tells more than its text
-        raise StartupError(f"NIXL could not register the pool: {_first_line(error)}") from error
+    """The transfer of all ranks as one."""
+    local = register(config, engine, identity.incarnation)
+    stack.callback(local.close)
+    remote = [
+        RemoteTransfer(channel, memory)
+        for channel, memory in zip(ranks.channels, ranks.memories(), strict=True)
+    ]
+    transfer = ShardedTransfer([local, *remote], identity.incarnation)
+    stack.callback(transfer.close)
+    return transfer
 
 
-def parse_params(given: Sequence[str]) -> dict[str, str]:
-    """`key=value` pairs. Raises StartupError."""
-    params: dict[str, str] = {}
-    for pair in given:
-        key, equals, value = pair.partition("=")
-        if not key or not equals:
-            raise StartupError(f"nixl_params: {pair!r} is not key=value")
-        params[key] = value
-    return params
+def _warm_up(engine: Engine, ranks: RankProcesses) -> Runner:
+    """What the event loop runs, after its first passes."""
+    ranks.begin_warm_up()
+    engine.runner.warm_up()
+    if not ranks.channels:
+        return engine.runner
+    return LeadingRunner(engine.runner, ranks.tell_batch, ranks.give_up)
 
 
 def _io_settings(config: NodeConfig, keys: ClusterKeys | None) -> IOSettings:
@@ -288,17 +254,15 @@ def _scheduler_settings(
     config: NodeConfig,
     identity: NodeIdentity,
     agreed: Fingerprint,
-    cache: PagedKVCache,
-    model: LoadedModel,
-    max_model_len: int,
+    engine: Engine,
 ) -> SchedulerSettings:
     return SchedulerSettings(
         incarnation=identity.incarnation,
         fingerprint=agreed,
-        num_pages=cache.num_pages,
+        num_pages=engine.cache.num_pages,
         page_size=config.page_size,
-        vocab_size=model.spec.vocab_size,
-        max_model_len=max_model_len,
+        vocab_size=engine.model.spec.vocab_size,
+        max_model_len=engine.max_model_len,
         max_running_requests=config.max_running_requests,
         chunk_size=config.chunk_size,
         prefix_cache=config.prefix_cache,
@@ -314,7 +278,3 @@ def _scheduler_settings(
         max_loaded_loras=config.max_loaded_loras,
         lora_drain_wait_s=config.lora_drain_wait_s,
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

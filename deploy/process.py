@@ -8,11 +8,13 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from common.config import NodeConfig
 from deploy.config import parse_cpus
 from deploy.errors import StartupError
 
+ROOT = Path(__file__).resolve().parents[1]
 _SUPERVISOR = "PDSERVE_SUPERVISOR"
 _PR_SET_PDEATHSIG = 1
 
@@ -20,6 +22,17 @@ _PR_SET_PDEATHSIG = 1
 def supervised_environment(base: Mapping[str, str]) -> dict[str, str]:
     """`base` for a child that should call `die_with_supervisor`."""
     return {**base, _SUPERVISOR: str(os.getpid())}
+
+
+def own_module(module: str, *args: str) -> tuple[str, ...]:
+    """The command that runs a module of ours; needs `import_path` for PYTHONPATH."""
+    # -P and the explicit path: a folder named `router` where the user stands is not ours.
+    return (sys.executable, "-P", "-m", module, *args)
+
+
+def import_path(environ: Mapping[str, str]) -> str:
+    """PYTHONPATH for `own_module`."""
+    return os.pathsep.join(filter(None, (str(ROOT), environ.get("PYTHONPATH"))))
 
 
 def die_with_supervisor() -> None:

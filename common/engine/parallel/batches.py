@@ -22,6 +22,7 @@ class RankRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     lora_slot: int | None
     num_scored: int
     """Tokens from the first one on whose logits are wanted besides."""
+    from_slot: bool
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -40,6 +41,7 @@ def encode_batch(batch: Batch) -> bytes:
                 row.sample_index is not None,
                 row.lora_slot,
                 0 if row.prompt_logprobs is None else len(row.next_ids),
+                row.from_slot,
             )
             for row in batch.rows
         ]
@@ -60,6 +62,7 @@ def decode_batch(payload: bytes) -> Batch:
                 lora_slot=row.lora_slot,
                 prompt_logprobs=0 if row.num_scored else None,
                 next_ids=range(row.num_scored),
+                from_slot=row.from_slot,
             )
             for row in _decode(payload)
         )

@@ -103,6 +103,16 @@ def test_processors_are_placed_and_give_the_thread_count() -> None:
     assert [node.threads for node in nodes] == [1, 3, 2, 2]
 
 
+def test_ranks_share_the_processors_of_their_node() -> None:
+    plan = plan_cluster(ClusterConfig(tp=2, cpus_prefill="0-5", cpus_decode="7"), MODEL)
+    assert [prefill(plan, 0).tp, decode(plan, 0).tp] == [2, 2]
+    assert [prefill(plan, 0).threads, decode(plan, 0).threads] == [3, 1]
+    plan = plan_cluster(ClusterConfig(tp=2, decode_args="--tp 4"), MODEL)
+    assert [prefill(plan, 0).tp, decode(plan, 0).tp] == [2, 4]
+    expected = default_threads(len(os.sched_getaffinity(0)), 4)
+    assert prefill(plan, 0).threads == expected
+
+
 def test_without_placement_the_processors_are_shared_out() -> None:
     plan = plan_cluster(ClusterConfig(), MODEL)
     expected = default_threads(len(os.sched_getaffinity(0)), 2)

@@ -16,8 +16,9 @@ from common.node_io.peer_dialler import PeerDialler
 from common.node_io.peer_server import PeerServer
 from common.settings import SchedulerSettings
 from decode_node.scheduler import DecodeScheduler
+from deploy.engine import choose_max_model_len, parse_params
 from deploy.errors import StartupError
-from deploy.node import choose_max_model_len, parse_params, select_half
+from deploy.node import select_half
 from prefill_node.scheduler import PrefillScheduler
 from tests.tiny_models import MAX_POSITIONS, make_tiny_model
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from common.engine.loader import LoadedModel, load_model
 from common.engine.lora.pool import LoraPool
-from common.engine.parallel.batches import decode_batch
+from common.engine.parallel.following import FollowingRunner
 from common.engine.parallel.leading import LeadingRunner
 from tests.unit.engine.driving import Engine
 
@@ -81,10 +81,10 @@ def shared(folder: Path, size: int, make_pool: MakePool | None = None) -> Iterat
     inboxes: list[SimpleQueue[bytes | None]] = [SimpleQueue() for _ in engines[1:]]
 
     def follow(engine: Engine, inbox: SimpleQueue[bytes | None]) -> None:
+        following = FollowingRunner(engine.runner)
         while (payload := inbox.get()) is not None:
             try:
-                result = engine.runner.launch(decode_batch(payload)).result()
-                assert not any(result.samples)
+                following.run(payload)
             except Exception as error:
                 failed.append(error)
                 meeting.barrier.abort()

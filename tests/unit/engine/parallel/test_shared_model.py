@@ -10,10 +10,7 @@ from common.engine.loader import LoadedModel
 from common.engine.lora.adapter import part_of
 from common.engine.lora.pool import LoraPool
 from common.engine.lora.reader import read_folder
-from common.engine.parallel.batches import decode_batch, encode_batch
 from common.engine.parallel.shards import Shard
-from common.messages import SamplingParams
-from common.plan import Batch, Row, SlotInit
 from tests.adapters import ADAPTERS
 from tests.unit.engine.conftest import Zoo
 from tests.unit.engine.driving import greedy
@@ -104,22 +101,3 @@ def test_a_pass_that_fails_anywhere_is_given_up(zoo: Zoo, prompt: Prompt) -> Non
 
     with pytest.raises(GaveUp):
         fail_in_a_shared_model()
-
-
-def test_a_batch_arrives_without_what_only_drawing_needs() -> None:
-    secret = SamplingParams(max_tokens=3, seed=5, temperature=0.7, logprobs=2)
-    rows = (
-        Row(3, 0, (5, 6, 7), (9, 4), 0, SlotInit(secret, (5, 6, 7), ())),
-        Row(1, 8, [2], [], 4, lora_slot=2),
-        Row(2, 16, [4, 5], [1], None, SlotInit(secret, range(18), ()), None, 3, (5, 6)),
-    )
-    got = decode_batch(encode_batch(Batch(rows))).rows
-    for row, twin in zip(rows, got, strict=True):
-        assert (twin.slot, twin.start, twin.lora_slot) == (row.slot, row.start, row.lora_slot)
-        assert list(twin.token_ids) == list(row.token_ids)
-        assert list(twin.new_pages) == list(row.new_pages)
-        assert (twin.sample_index is None) == (row.sample_index is None)
-        assert (twin.init is None) == (row.init is None)
-        assert (twin.prompt_logprobs is None) == (row.prompt_logprobs is None)
-        assert len(twin.next_ids) == len(row.next_ids)
-        assert twin.init is None or not twin.init.prompt_ids
