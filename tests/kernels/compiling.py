@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from common.engine.kernels import activation, lora, norm, sampling
+from common.engine.kernels import (
+    activation,
+    decode_attention,
+    lora,
+    merging,
+    norm,
+    prefill_attention,
+    sampling,
+    store,
+    tuning,
+)
 
 POINTERS = {"bf16": "*bf16", "f32": "*fp32", "i32": "*i32", "i64": "*i64"}
 
@@ -35,6 +45,8 @@ class Entry:
     spills: int = 0
     """Bytes a thread may put aside."""
     options: Mapping[str, int] = field(default_factory=dict)
+    contains: tuple[str, ...] = ()
+    """Patterns that the compiler's output must match."""
 
     def compile(self, capability: int) -> str:
         """What it takes; raises where it does not compile, or spills."""
@@ -53,6 +65,9 @@ class Entry:
         compiled = triton.compile(source, target=target, options=options)
         registers, spilled = _resources(compiled.asm["cubin"])
         assert spilled <= self.spills, f"{self.kernel.__name__} spills {spilled} bytes"
+        text = compiled.asm["ttgir"] + compiled.asm["ptx"]
+        for pattern in self.contains:
+            assert re.search(pattern, text), f"{self.kernel.__name__} has no {pattern}"
         shared = compiled.metadata.shared
         return (
             f"{self.kernel.__name__} compiles for sm_{capability}: {registers} registers,"
@@ -97,6 +112,26 @@ _LORA = {
 _SHRINK = {"BLOCK_RANK": 32, "BLOCK_INNER": 128, "PRECISION": "tf32", "UPCAST": False}
 _EXPAND = {"BLOCK_RANK": 32, "BLOCK_OUT": 128, "PRECISION": "tf32"}
 
+_POOL = {
+    "query_ptr": "bf16", "qkv_ptr": "bf16", "out_ptr": "bf16", "pool_ptr": "bf16",
+    "cos_ptr": "bf16", "sin_ptr": "bf16", "averages_ptr": "f32", "logarithms_ptr": "f32",
+    "table_ptr": "i64", "slots_ptr": "i64", "positions_ptr": "i64", "tiles_ptr": "i32",
+    "pieces_ptr": "i32", "merges_ptr": "i32",
+}  # fmt: skip
+_HEADS = {"NUM_HEADS": 32, "GROUP": 4, "HEAD_DIM": 128, "PAGE_SIZE": 16, "BLOCK_DIM": 128}
+_FLASH = {**_HEADS, "PRECISION": "tf32", "UPCAST": False}
+_PIPELINED = (r"async_wait [^\n]*num = [1-9]", r"cp\.async\.cg\.shared\.global [^\n]*, 0x10")
+"""Keys are under way while others are computed, 16 bytes a thread. Nothing tells when a change of
+the kernel has made the compiler give that up, but its speed."""
+_MERGE = {
+    "NUM_HEADS": 32, "HEAD_DIM": 128, "MERGE_FIELDS": 4, "BLOCK_PLACES": 8, "BLOCK_DIM": 128,
+    "LOWEST": -1e30,
+}  # fmt: skip
+_STORE = {
+    "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 64, "PAGE_SIZE": 16, "BLOCK_TOKENS": 16,
+    "BLOCK_HALF": 64,
+}  # fmt: skip
+
 ENTRIES: tuple[Entry, ...] = (
     Entry(norm._rms_norm_kernel, _ROWS, {"HAS_DELTA": True, "HAS_WEIGHT": True, "BLOCK": 4096}, 8),
     Entry(norm._qk_norm_kernel, _ROWS, {"HEADS": 32, "BLOCK": 128}, 8),
@@ -107,14 +142,37 @@ ENTRIES: tuple[Entry, ...] = (
     Entry(lora._expand_kernel, _LORA, {"SIZE": 64, **_EXPAND}, 8),
     Entry(sampling._draw_kernel, _DRAWS, {"ROWS": 1, "BLOCK": 4096}, 16, spills=64),
     Entry(sampling._split_argmax_kernel, _DRAWS, {"SPLIT": 16384, "BLOCK": 4096}, 8),
+    Entry(merging._merge_kernel, _POOL, _MERGE, 2),
+    Entry(store._rotate_and_store_kernel, _POOL, _STORE, 4),
     Entry(sampling._join_argmax_kernel, _DRAWS, {"SPLITS": 16}, 1),
 )
+
+
+def attention(capability: int) -> tuple[Entry, ...]:
+    """Prefill without and with a window, and decode, as a card of that kind launches them."""
+    card = tuning.Card("", divmod(capability, 10), 0)
+    prefill = tuning.default_prefill(card, 128, 2)
+    decode = tuning.default_decode(card, 128, 2)
+    tile = {"TILE_FIELDS": 7, "BLOCK_ROWS": prefill.block_rows, "BLOCK_KEYS": prefill.block_keys}
+    chunks = Entry(
+        prefill_attention._prefill_kernel, _POOL, {**_FLASH, **tile, "WINDOW": 0},
+        prefill.num_warps, floats=("scale",), spills=64,
+        options={"num_stages": prefill.num_stages},
+        contains=(*_PIPELINED, r"wgmma|mma\.sync|tcgen05\.mma"),
+    )  # fmt: skip
+    piece = {"PIECE_FIELDS": 5, "BLOCK_ROWS": 16, "BLOCK_KEYS": decode.block_keys}
+    singles = Entry(
+        decode_attention._decode_kernel, _POOL, {**_FLASH, **piece}, decode.num_warps,
+        floats=("scale",), options={"num_stages": decode.num_stages},
+        contains=(*_PIPELINED, r"mma\.sync"),
+    )  # fmt: skip
+    return chunks, replace(chunks, constants={**chunks.constants, "WINDOW": 4096}), singles
 
 
 def main() -> None:
     failed = 0
     for capability in map(int, sys.argv[1:]):
-        for entry in ENTRIES:
+        for entry in (*ENTRIES, *attention(capability)):
             try:
                 print(entry.compile(capability), flush=True)  # noqa: T201
             except Exception as error:

@@ -133,8 +133,10 @@ def default_prefill(card: Card, block_dim: int, itemsize: int) -> PrefillConfig:
     """
     if itemsize == 4:
         return PrefillConfig(32, 16, 8, 2) if block_dim <= 128 else PrefillConfig(16, 16, 4, 2)
-    if block_dim <= 128:
+    if block_dim <= 64 or (block_dim <= 128 and card.shared_memory > LEAST_SHARED_MEMORY):
         return PrefillConfig(128, 64, 8, 3)
+    if block_dim <= 128:
+        return PrefillConfig(128, 32, 8, 3)
     if card.capability[0] in (9, 10):
         return PrefillConfig(128, 32, 8, 3)
     return PrefillConfig(64, 32, 8, 3) if card.capability == (8, 0) else PrefillConfig(64, 16, 4, 3)
