@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from common.drawing import drawn_on_device
-from common.messages import Grammar, Incarnation, Room, SamplingParams, TokenLogprob
-from common.plan import Batch, BatchResult, Row, Sample, Write
+from common.messages import Grammar, SamplingParams, TokenLogprob
+from common.plan import Batch, BatchResult, Row, Sample
 
 VOCAB = 97
 PAGE = 4
@@ -272,22 +272,3 @@ class FakeRunner:
             if self.memory.cells[told.table[first // PAGE]][: len(expected)] != expected:
                 return GARBAGE
         return states[-1] if states else 7
-
-
-@dataclass
-class PostedWrite:
-    """A write under way: it lands (or fails) at some later time, its notification later still."""
-
-    source: Incarnation
-    write: Write
-    due: float
-    needs_source: bool = False
-    """It goes on only while its process runs: it was stopped before, or within, the post."""
-    held_since: float | None = None
-    """A cut keeps it back."""
-    content: list[list[int | None]] | None = None
-    """Once its process has ended: what the kernel still sends."""
-
-    @property
-    def room(self) -> Room:
-        return self.write.room

@@ -11,6 +11,7 @@ from common.messages import (
     Drained,
     Failed,
     FailureKind,
+    PeerBye,
     PeerWelcome,
     Ping,
     Retracted,
@@ -21,7 +22,7 @@ from common.messages import (
     Tokens,
 )
 from common.modes import PauseMode
-from common.plan import ExpectWrites, Notified
+from common.plan import ExpectWrites, Notified, PieceLanded, PiecesDropped, RemovePeer
 from tests.unit.scheduler.harness import Driven, decode, generate, landed, running
 from tests.unit.scheduler.node_settings import FINGERPRINT
 from tests.unit.scheduler.world import World
@@ -220,6 +221,62 @@ def test_a_stray_write_retracts_whoever_owns_its_pages_now() -> None:
     node.step()
     assert node.said(Retracted) == [Retracted(2)]
     assert node.scheduler.counters["stray_writes"] == 1
+
+
+def test_a_piece_of_a_room_that_waits_is_no_landing() -> None:
+    node = transferring(1)
+    for _ in range(2):
+        node.fact(PieceLanded(landed(1).payload))
+        assert node.step().batch is None
+    node.fact(landed(1))
+    assert node.step().batch is not None
+    assert node.scheduler.counters["stray_writes"] == 0
+
+
+def test_a_piece_of_a_stray_write_retracts_whoever_owns_its_pages_now() -> None:
+    """Its heads are in the page already; the rank that has the others may have died."""
+    node = decode()
+    running(node, 1, 2)
+    victim = node.scheduler._reqs[2]
+    node.fact(PieceLanded(landed(77, pages=[victim.pages[0]]).payload))
+    node.step()
+    assert node.said(Retracted) == [Retracted(2)]
+    assert node.scheduler.counters["stray_writes"] == 1
+
+
+def test_pieces_that_make_no_sense_or_are_late_change_nothing() -> None:
+    node = transferring(1)
+    pages = list(node.scheduler._reqs[1].pages)
+    for payload in (b"\xc1", landed(1, source="p-old", pages=[]).payload):
+        node.fact(PieceLanded(payload))
+    node.fact(PiecesDropped(3))
+    assert node.scheduler.counters["garbage_notifications"] == 1
+    assert node.scheduler.counters["dropped_pieces"] == 3
+    node.router(Abort(1))
+    node.fact(PieceLanded(landed(1, pages=pages).payload))
+    node.peer(Drained(room=1, landed=[0]), "p")
+    running(node, 2)
+    node.fact(PieceLanded(landed(1, pages=pages).payload))
+    node.step()
+    assert not node.said(Retracted)
+    assert node.scheduler.counters["late_writes"] == 1
+
+
+def test_what_came_of_incomplete_writes_is_forgotten_with_the_link() -> None:
+    node = transferring(1)
+    node.scheduler.handle(PeerClosed("p", 1, "silent", silent_s=1.0), 5.0)
+    node.step()
+    assert node.sent(RemovePeer) == [RemovePeer("p")]
+
+
+def test_last_pieces_of_one_that_left_by_its_own_word_may_still_come() -> None:
+    node = transferring(1)
+    node.peer(PeerBye(), "p")
+    node.scheduler.handle(PeerClosed("p", 1, "hung up", silent_s=0.0), 0.1)
+    node.step()
+    assert node.sent(RemovePeer) == []
+    node.fact(landed(1))
+    assert node.step().batch is not None
 
 
 def test_a_notification_that_was_known_to_have_landed_is_harmless() -> None:

@@ -79,6 +79,7 @@ def run(
         repeat=chance.choice([0.0, 0.2]),
         reorder=chance.random() < 0.5,
         local=chance.choice([0.0, 0.3, 1.0]),
+        pieces=0.7 if seed % 3 == 0 else 0.0,
         prefix_cache=chance.random() < 0.8,
         router=router,
         overlap=overlap,

@@ -143,7 +143,7 @@ def test_retract_on_decode_in_mid_stream_leaves_the_texts_as_they_were() -> None
         world.nodes[name].pause(PauseMode.RETRACT)
     world.tick()
     for name in world.decodes():
-        assert world.nodes[name].scheduler.flush_cache() is None or world.writes
+        assert world.nodes[name].scheduler.flush_cache() is None or world.fabric.posted
         world.nodes[name].scheduler.continue_generation()
     world.settle()
     world.router.check()

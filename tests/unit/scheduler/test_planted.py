@@ -18,7 +18,7 @@ from common.messages import (
     TokenOutput,
 )
 from common.modes import PauseMode
-from common.plan import Row
+from common.plan import Notified, Row
 from common.scheduler import Scheduler
 from common.slots import SlotLeak
 from decode_node.prefill_side import PrefillSide
@@ -30,8 +30,10 @@ from router.dispatcher import Dispatcher
 from router.picking import Pair
 from router.requests import Attempt, Job
 from tests.unit.scheduler import test_decode, test_drain, test_local_prefill, test_prefill
+from tests.unit.scheduler.fabric import Fabric, PostedPiece
 from tests.unit.scheduler.real_router import RealRouter
 from tests.unit.scheduler.test_fuzz import run
+from transfer.pieces import PieceGatherer, read
 
 NOTICED = (
     AssertionError,
@@ -224,6 +226,27 @@ def a_stopped_local_prompt_keeps_its_slot(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeScheduler, "_let_go", planted)
 
 
+def half_a_landing_is_one(patch: pytest.MonkeyPatch) -> None:
+    """A room is taken for landed when one of two ranks has its heads."""
+
+    def planted(self: PieceGatherer, payload: bytes) -> list[Notified]:
+        piece = read(payload)
+        return [Notified(payload if piece is None else piece.notification)]
+
+    patch.setattr(PieceGatherer, "take", planted)
+
+
+def a_write_ends_with_its_first_piece(patch: pytest.MonkeyPatch) -> None:
+    """Its source pages are given away while another rank still reads its heads of them."""
+    original = Fabric._end
+
+    def planted(self: Fabric, posted: PostedPiece, error: str | None) -> None:
+        posted.fate.num_open = 1
+        original(self, posted, error)
+
+    patch.setattr(Fabric, "_end", planted)
+
+
 def retract_pause_in_mid_prefill() -> None:
     test_local_prefill.test_while_paused_no_chunk_is_computed(PauseMode.RETRACT)
 
@@ -244,6 +267,8 @@ def retract_pause_in_mid_prefill() -> None:
             retract_pause_in_mid_prefill,
         ),
         (a_stopped_local_prompt_keeps_its_slot, fuzz),
+        (half_a_landing_is_one, fuzz),
+        (a_write_ends_with_its_first_piece, fuzz),
         (page_freed_while_posted, fuzz),
         (failed_while_a_sibling_is_posted, fuzz),
         (decode_frees_at_once, fuzz),

@@ -24,7 +24,14 @@ CLOCK_S = LEASE_S + POST_S + 1.0
 def storm(seed: int) -> None:
     """Few pages, many who want them, and prefill nodes that stop, die or are cut off."""
     chance = random.Random(seed)
-    world = World(seed, prefills=2, decodes=1, pages=20, reorder=chance.random() < 0.5)
+    world = World(
+        seed,
+        prefills=2,
+        decodes=1,
+        pages=20,
+        reorder=chance.random() < 0.5,
+        pieces=0.7 if seed % 3 == 0 else 0.0,
+    )
     world.late_notifications = 0.0  # one that tells late of an early write counts as a stray one
     for step in range(200):
         if step % 3 == 0:

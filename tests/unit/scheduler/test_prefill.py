@@ -221,6 +221,39 @@ def test_a_handshake_that_differs_is_refused_by_field() -> None:
     assert "page_size" in refused.reason
 
 
+@pytest.mark.parametrize(
+    ("heads", "word"),
+    [
+        ((), "0 ranks"),
+        (((0, 1), (1, 1)), "hold 2 KV heads, not 1"),
+        (((0, 1), (0, 2)), "not equal"),
+    ],
+)
+def test_ranks_that_make_no_node_are_refused(heads: tuple[tuple[int, int], ...], word: str) -> None:
+    node = prefill()
+    memories = tuple(
+        msgspec.structs.replace(
+            HELLO.memories[0], agent_name=f"rank {rank}", first_head=first, num_heads=count
+        )
+        for rank, (first, count) in enumerate(heads)
+    )
+    node.peer(msgspec.structs.replace(HELLO, memories=memories), "other")
+    node.step()
+    (refused,) = node.said(PeerRefused)
+    assert word in refused.reason
+    assert [add.peer for add in node.sent(AddPeer)] == ["d"]
+
+
+def test_a_decode_node_of_several_ranks_is_one_peer() -> None:
+    node = prefill()
+    memories = tuple(
+        msgspec.structs.replace(HELLO.memories[0], agent_name=name) for name in ("one", "replica")
+    )
+    node.peer(msgspec.structs.replace(HELLO, memories=memories), "other")
+    node.step()
+    assert node.sent(AddPeer)[-1] == AddPeer("other", memories)
+
+
 def test_a_lease_never_outlives_what_decode_has_echoed() -> None:
     node = prefill()
     node.now = 10.0

@@ -15,6 +15,7 @@ from common.steps import Runner, Steps
 from tests.unit.scheduler.compiler import FakeCompiler
 from tests.unit.scheduler.loader import FakeLoader
 from tests.unit.scheduler.model import FakeRunner, Memory, Planted, Violation
+from transfer.pieces import PieceGatherer
 
 
 class WatchedSteps(Steps):
@@ -47,6 +48,8 @@ class Node:
     verbs: deque[tuple[int, LoadAdapter | UnloadAdapter]] = field(default_factory=deque)
     """Of adapters, and their tickets."""
 
+    gatherer: PieceGatherer = field(default_factory=PieceGatherer)
+    """Decode: puts the notifications of writes in pieces together."""
     told: set[int] = field(default_factory=set)
     """Keys of cached pages, as a router would know them."""
 

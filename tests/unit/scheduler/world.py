@@ -16,22 +16,12 @@ from common.messages import (
     Incarnation,
     PeerGone,
     PeerMemory,
-    decode_notification,
 )
 from common.plan import (
-    AddPeer,
     CacheChanged,
-    ExpectWrites,
-    Notified,
     Outgoing,
-    PeerAdded,
-    RemovePeer,
-    RenewLease,
     ToRouterMsg,
     TransferCommand,
-    Write,
-    WriteDone,
-    WriteFailed,
 )
 from common.scheduler import Scheduler
 from decode_node.scheduler import DecodeScheduler
@@ -39,22 +29,20 @@ from prefill_node.scheduler import PrefillScheduler
 from tests.unit.scheduler.adapters import Adapters
 from tests.unit.scheduler.client import ModelRouter
 from tests.unit.scheduler.compiler import FakeCompiler
+from tests.unit.scheduler.fabric import Fabric
 from tests.unit.scheduler.loader import Disk, FakeLoader
-from tests.unit.scheduler.model import FakeRunner, Memory, PostedWrite, Violation
+from tests.unit.scheduler.model import FakeRunner, Memory, Violation
 from tests.unit.scheduler.network import Network, memory
-from tests.unit.scheduler.node_settings import LEASE_S, PAGE_BYTES, POST_S, settings
+from tests.unit.scheduler.node_settings import LEASE_S, PAGE_BYTES, settings
 from tests.unit.scheduler.real_router import RealRouter
 from tests.unit.scheduler.virtual_node import Node, WatchedSteps
 
 ROUTER = "router-1"
-TICK_S, TCP_TIMEOUT_S = 0.1, 10.0
-LATE_S = 0.7
-"""Longest that bytes are on their way after their sender's end, or after a network heals."""
+TICK_S = 0.1
 LONGEST_STEP_S = 1.5
 """Long enough for pages to be named to a peer, and for what it writes to arrive."""
-LATE_NOTIFICATIONS, NOTIFIED_LATE_S = 0.2, 6.0
-"""Share of notifications that come long after their bytes, and by how much at most: past the lease,
-when the pages may have new owners."""
+LATE_NOTIFICATIONS = 0.2
+"""Share of notifications that come long after their bytes."""
 
 
 class World:
@@ -70,6 +58,7 @@ class World:
         repeat: float = 0.0,
         reorder: bool = False,
         local: float = 0.0,
+        pieces: float = 0.0,
         router: type[ModelRouter] | type[RealRouter] = ModelRouter,
         overlap: bool = False,
         **overrides: Any,
@@ -86,9 +75,7 @@ class World:
         self.network = Network(self, loss, repeat, reorder)
         self.pages, self.overrides = pages, overrides
         self.nodes: dict[Incarnation, Node] = {}
-        self.writes: list[PostedWrite] = []
-        self.notifications: list[tuple[float, Incarnation, Notified]] = []
-        """On their way: when, to whom, what."""
+        self.fabric = Fabric(self, pieces)
         self.late_notifications = LATE_NOTIFICATIONS if reorder else 0.0
         self.born = 0
         self.left: list[Incarnation] = []
@@ -140,11 +127,7 @@ class World:
                 node.inbox.append(FromRouter(ROUTER, PeerGone(name)))
 
     def _remove(self, name: Incarnation) -> None:
-        for posted in [w for w in self.writes if w.source == name]:
-            posted.content = self._content(posted)
-            posted.due = min(posted.due, self.now + LATE_S)
-            if posted.needs_source:
-                self.writes.remove(posted)
+        self.fabric.on_killed(name)
         del self.nodes[name]
         self.network.forget(name)
         self.adapters.forget(name)
@@ -159,7 +142,7 @@ class World:
 
     def _leave(self, name: Incarnation) -> None:
         """A drained node ends: nothing of its own, and nothing into it, may be under way."""
-        touching = any(name in (w.source, w.write.peer) for w in self.writes)
+        touching = self.fabric.touches(name)
         if touching and self.nodes[name].scheduler.is_empty:
             raise Violation(f"{name} ended while a write from it or into it is posted")
         self.left.append(name)
@@ -182,7 +165,7 @@ class World:
         for name in list(self.nodes):
             self.turn(name)
         self.network.deliver()
-        self.land()
+        self.fabric.land()
         self.adapters.turn()
         self.router.turn()
 
@@ -284,109 +267,8 @@ class World:
         else:
             self.network.carry_out(name, message)
 
-    # ------------------------------------------------------------ the transfer backend
-
     def _transfer(self, name: Incarnation, node: Node, command: TransferCommand) -> None:
-        match command:
-            case AddPeer(peer, _):
-                node.peers.add(peer)
-                node.facts.append(PeerAdded(peer))
-            case RemovePeer(peer):
-                node.peers.discard(peer)
-                node.leases.pop(peer, None)
-            case RenewLease(peer, until):
-                node.leases[peer] = until
-            case Write():
-                lease = node.leases.get(command.peer, 0.0)
-                if command.peer not in node.peers or self.now >= lease:
-                    node.facts.append(WriteFailed(command.room, command.chunk, "not posted"))
-                else:
-                    due = self.now + self.random.uniform(0, POST_S)
-                    needs_source = self.random.random() < 0.5
-                    self.writes.append(PostedWrite(name, command, due, needs_source))
-            case ExpectWrites():
-                pass
-
-    def land(self) -> None:
-        """Bytes arrive. Some of a stopped process's writes wait for it, some are with the kernel
-        already; a cut holds all of them back, and a network that heals delivers them after up to
-        the same time once more, as the kernels repeat, unless that took too long for them."""
-        for posted in list(self.writes):
-            if self.network.is_cut(posted.source, posted.write.peer):
-                posted.held_since = self.now if posted.held_since is None else posted.held_since
-                if self.now - posted.held_since > TCP_TIMEOUT_S:
-                    self._give_up(posted)
-            elif posted.held_since is not None:
-                outage_s, posted.held_since = self.now - posted.held_since, None
-                posted.due = self.now + self.random.uniform(0, max(LATE_S, outage_s))
-            elif posted.due <= self.now and (self.runs(posted.source) or not posted.needs_source):
-                self.writes.remove(posted)
-                self._land(posted)
-        self._hand_out_notifications()
-
-    def _give_up(self, posted: PostedWrite) -> None:
-        """TCP's user time-out: nothing of it is sent any more."""
-        self.writes.remove(posted)
-        source = self.nodes.get(posted.source)
-        if source is not None:
-            write = posted.write
-            source.facts.append(WriteFailed(write.room, write.chunk, "the connection timed out"))
-
-    def _land(self, posted: PostedWrite) -> None:
-        source, write = self.nodes.get(posted.source), posted.write
-        target = self.nodes.get(write.peer)
-        if source is not None:
-            req = source.scheduler._reqs.get(write.room)
-            if req is None or not set(write.source_pages) <= set(req.pages):
-                raise Violation(f"{posted.source} freed pages that a posted write reads")
-            if target is None or self.random.random() < self.network.loss / 4:
-                failed = WriteFailed(write.room, write.chunk, "planted transfer failure")
-                source.facts.append(failed)
-                return
-        if target is None:
-            return
-        self._check_target(target, write)
-        content = posted.content or self._content(posted)
-        for cells, there in zip(content, write.target_pages, strict=True):
-            target.memory.cells[there] = list(cells)
-        if source is not None:
-            source.facts.append(WriteDone(write.room, write.chunk, len(write.source_pages), 0.01))
-        self._notify(write.peer, Notified(write.notification))
-
-    def _notify(self, peer: Incarnation, notified: Notified) -> None:
-        """The word of a write that landed: it may be lost, come twice, or long after the bytes."""
-        copies = 0 if self.random.random() < self.network.loss / 4 else 1
-        copies += self.random.random() < self.network.repeat
-        for _ in range(copies):
-            is_late = self.random.random() < self.late_notifications
-            late_s = self.random.uniform(0, NOTIFIED_LATE_S) if is_late else 0.0
-            self.notifications.append((self.now + late_s, peer, notified))
-
-    def _hand_out_notifications(self) -> None:
-        due = [entry for entry in self.notifications if entry[0] <= self.now]
-        for entry in due:
-            self.notifications.remove(entry)
-            target = self.nodes.get(entry[1])
-            if target is not None:
-                place = len(target.facts)
-                if self.network.reorder:
-                    place = self.random.randint(0, place)
-                target.facts.insert(place, entry[2])
-
-    def _content(self, posted: PostedWrite) -> list[list[int | None]]:
-        memory = self.nodes[posted.source].memory
-        return [list(memory.cells[page]) for page in posted.write.source_pages]
-
-    def _check_target(self, target: Node, write: Write) -> None:
-        """A write may land in pages of its own room, or set aside for it; never in another's."""
-        for req in target.scheduler._reqs.values():
-            if req.room != write.room and set(write.target_pages) & set(req.pages):
-                raise Violation(
-                    f"{decode_notification(write.notification)} hits pages of {req.rid}"
-                )
-        cached = {entry.page for entry in target.scheduler.kv._cache._entries.values()}
-        if cached & set(write.target_pages):
-            raise Violation(f"{decode_notification(write.notification)} hits cached pages")
+        self.fabric.carry_out(name, node, command)
 
 
 __all__ = ["ROUTER", "Cancel", "Generate", "World"]
