@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from router import load, requests
+from tests.unit.scheduler import fabric
 from tests.unit.scheduler import world as virtual
 from tests.unit.scheduler.model import PAGE
 from tests.unit.scheduler.real_router import RealRouter
@@ -66,7 +67,7 @@ def run(work: Work, seed: int) -> Run:
 def test_short_queues_cost_no_throughput(
     monkeypatch: pytest.MonkeyPatch, work: Work, allowed: float
 ) -> None:
-    monkeypatch.setattr(virtual, "POST_S", 2 * virtual.TICK_S)
+    monkeypatch.setattr(fabric, "POST_S", 2 * virtual.TICK_S)
     monkeypatch.setattr(requests, "HEADROOM_TOKENS", 2 * PAGE)
     with monkeypatch.context() as patch:
         patch.setattr(load, "LOOK_AHEAD_TOKENS", UNBOUNDED)
