@@ -6,6 +6,7 @@ of its pages, has a fate of its own, and a page with one half of two is garbage 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,14 @@ from common.messages import Incarnation, decode_notification
 from common.plan import (
     AddPeer,
     ExpectWrites,
+    Notified,
     PeerAdded,
+    PieceLanded,
+    PiecesDropped,
     RemovePeer,
     RenewLease,
     TransferCommand,
+    TransferEvent,
     Write,
     WriteDone,
     WriteFailed,
@@ -35,6 +40,8 @@ LATE_S = 0.7
 NOTIFIED_LATE_S = 6.0
 """How long after their bytes notifications may come: past the lease, when the pages may have new
 owners."""
+
+LANDED = (Notified, PieceLanded, PiecesDropped)
 
 Cells = list[int | None]
 
@@ -220,12 +227,21 @@ class Fabric:
 
     def _hand_out_notifications(self) -> None:
         due = [entry for entry in self.notifications if entry[0] <= self.world.now]
+        if self.world.network.reorder:
+            self.world.random.shuffle(due)
         for entry in due:
             self.notifications.remove(entry)
             target = self.world.nodes.get(entry[1])
-            for event in [] if target is None else target.gatherer.take(entry[2]):
-                assert target is not None
-                place = len(target.facts)
-                if self.world.network.reorder:
-                    place = self.world.random.randint(0, place)
-                target.facts.insert(place, event)
+            if target is not None:
+                self._tell(target, target.gatherer.take(entry[2]))
+
+    def _tell(self, node: Node, events: Sequence[TransferEvent]) -> None:
+        """Among what the side channel says in any order, but each after those before it."""
+        told = [i for i, fact in enumerate(node.facts) if isinstance(fact, LANDED)]
+        first = told[-1] + 1 if told else 0
+        for event in events:
+            place = len(node.facts)
+            if self.world.network.reorder:
+                place = self.world.random.randint(first, place)
+            node.facts.insert(place, event)
+            first = place + 1
