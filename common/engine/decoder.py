@@ -50,11 +50,18 @@ class Weights:
     """The embedding itself, or this rank's rows of it, if the model ties them."""
 
     @classmethod
-    def empty(cls, spec: ModelSpec, dtype: torch.dtype, vocab: range | None = None) -> "Weights":
-        """Uninitialised tensors of the right shapes; `vocab` are the head's rows if not all."""
+    def empty(
+        cls,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        vocab: range | None = None,
+    ) -> "Weights":
+        """Uninitialised tensors of the right shapes, on the CPU if not told otherwise; `vocab` are
+        the head's rows if not all."""
 
         def new(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device=device)
 
         hidden, inner = spec.hidden_size, spec.intermediate_size
         query = spec.num_heads * spec.head_dim
@@ -218,7 +225,7 @@ class Decoder:
 
     def rope_table(self, length: int) -> RopeTable:
         """Rotations of positions below `length`, for `forward`."""
-        return RopeTable(self._rope, length, self.dtype)
+        return RopeTable(self._rope, length, self.dtype, self._embedding.device)
 
     def forward(
         self,

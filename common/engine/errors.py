@@ -3,7 +3,9 @@
 ModelError                 ends the start-up
 ├── ModelNotFoundError     no such folder, and nothing on the hub under that name
 ├── UnsupportedModelError  readable, but not something this engine computes
-└── WeightsError           the weight files do not fit the config
+├── WeightsError           the weight files do not fit the config
+├── DeviceError            not a device, or kernels, that this machine has
+└── MemoryPlanError        the device is too small for the model, a batch and some pages
 
 AdapterError               ends one attempt to load one adapter
 """
@@ -23,6 +25,14 @@ class UnsupportedModelError(ModelError):
 
 class WeightsError(ModelError):
     """A weight is missing, unexpected or has another shape than the config says."""
+
+
+class DeviceError(ModelError):
+    """What was asked to compute is not there, or cannot compute in the way that was asked for."""
+
+
+class MemoryPlanError(ModelError):
+    """Weights, the largest batch and at least one page do not fit into what may be used."""
 
 
 class AdapterError(Exception):

@@ -13,19 +13,20 @@ memory:
     float32, prepacked     569    532    620    823   1162   3021      -
     converted in time      418    589    739    876   1213   3908  12913   <- from 3 rows on
 
-It costs one scratch slab of 8 MiB for the whole model.
+It costs one scratch slab of 8 MiB for the whole model. float16 without arithmetic of its own is
+the same story: 242 us for one row, 45735 for 64, 14687 when converted in time.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.engine.cpu import has_native_bfloat16
+from common.engine.cpu import is_native
 
 SLAB_ELEMENTS = 2 << 20
 """Weights converted at a time: 8 MiB of float32, which a last-level cache share holds."""
 MAX_DIRECT_ROWS = 2
-"""Up to this many rows the bfloat16 product itself is faster."""
+"""Up to this many rows the 16-bit product itself is faster."""
 
 
 class Linear:
@@ -40,9 +41,9 @@ class Linear:
 
 
 class UpcastLinear(Linear):
-    """The same for bfloat16 weights on a CPU without bfloat16 arithmetic; see the module.
+    """The same for 16-bit weights on a CPU without arithmetic of their dtype; see the module.
 
-    `x` may be bfloat16 or float32 and `y` is bfloat16, or with `wide` what the product gives
+    `x` may be of that dtype or float32 and `y` is of it, or with `wide` what the product gives
     (float32 when converted in time): for a consumer that takes either, this saves two passes.
     `scratch` is a flat float32 tensor that all layers of a model may share: it holds nothing
     between two calls, so one thread at a time may call any of them.
@@ -79,13 +80,16 @@ class UpcastLinear(Linear):
 class LinearFactory:
     """Makes every `Linear` of one model, of the class that suits its weights and this machine."""
 
-    def __init__(self, *, native_bfloat16: bool | None = None) -> None:
-        self._native = has_native_bfloat16() if native_bfloat16 is None else native_bfloat16
+    def __init__(self, *, native: bool | None = None) -> None:
+        """`native` says whether the machine computes with 16-bit numbers; None asks it."""
+        self._native = native
         self._scratch: Tensor | None = None
 
     def make(self, weight: Tensor, bias: Tensor | None = None, *, wide: bool = False) -> Linear:
         """Both tensors must hold their final values already; for `wide` see `UpcastLinear`."""
-        if self._native or weight.dtype is not torch.bfloat16 or weight.device.type != "cpu":
+        if weight.device.type != "cpu" or weight.dtype.itemsize != 2:
+            return Linear(weight, bias)
+        if is_native(weight.dtype) if self._native is None else self._native:
             return Linear(weight, bias)
         if self._scratch is None:
             self._scratch = torch.empty(SLAB_ELEMENTS)

@@ -39,14 +39,20 @@ class RopeTable:
     """cos and sin of every position below `length`, [length, 1, head_dim] each.
 
     The sine's first half is negated, so that rotating is `x * cos + roll(x) * sin`: one pass less
-    than building (-x2, x1).
+    than building (-x2, x1). They are worked out on the CPU, so that all devices rotate alike.
     """
 
-    def __init__(self, rope: RopeFrequencies, length: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        rope: RopeFrequencies,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
         angles = torch.arange(length, dtype=torch.float32)[:, None] * rope.inverse
         cos, sin = angles.cos() * rope.scale, angles.sin() * rope.scale
-        self._cos = torch.cat((cos, cos), dim=-1).unsqueeze(1).to(dtype)
-        self._sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(dtype)
+        self._cos = torch.cat((cos, cos), dim=-1).unsqueeze(1).to(device, dtype)
+        self._sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(device, dtype)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) rows of `positions` [tokens], each [tokens, 1, head_dim]."""

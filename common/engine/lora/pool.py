@@ -21,7 +21,7 @@ from itertools import chain, groupby
 import torch
 from torch import Tensor
 
-from common.engine.cpu import has_native_bfloat16
+from common.engine.cpu import is_native
 from common.engine.errors import AdapterError
 from common.engine.lora.adapter import Factors, LoraAdapter
 from common.engine.lora.ranges import RankRange, RankRanges
@@ -91,7 +91,7 @@ class LoraPool:
         """Put an adapter into a slot that no batch uses. `rest` is called between small copies;
         what it raises leaves the slot empty.
 
-        Raises AdapterError: the pool could not be made.
+        Raises AdapterError: the pool could not be made, or cannot hold the adapter's values.
         """
         self._slots.pop(slot, None)
         self.make()
@@ -176,9 +176,7 @@ class LoraPool:
 
 def pool_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """float32 wherever the model's own products are float32 inside, else the model's dtype."""
-    if dtype is torch.bfloat16 and device.type == "cpu" and not has_native_bfloat16():
-        return torch.float32
-    return dtype
+    return torch.float32 if device.type == "cpu" and not is_native(dtype) else dtype
 
 
 def _write(
@@ -186,13 +184,24 @@ def _write(
 ) -> None:
     first, rank = place.first, factors.rank
     for rows in _pieces(rank, weights.shrink.shape[1]):
-        weights.shrink[first + rows.start : first + rows.stop] = factors.shrink[rows]
+        shrink = _held(factors.shrink[rows], weights.shrink.dtype)
+        weights.shrink[first + rows.start : first + rows.stop] = shrink
         rest()
     for rows in _pieces(rank, weights.expand.shape[1]):
         scaled = factors.expand[:, rows].float().t() * factors.scaling
-        weights.expand[first + rows.start : first + rows.stop] = scaled
+        expand = _held(scaled, weights.expand.dtype)
+        weights.expand[first + rows.start : first + rows.stop] = expand
         rest()
     _clear(weights, first + rank, place.last, rest)
+
+
+def _held(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """`values`, if a pool of `dtype` holds them as finite numbers: batches also read rows that are
+    not their own, and nothing times an infinity is not nothing."""
+    if dtype is torch.float16 and float(values.abs().max()) > torch.finfo(dtype).max:
+        raise AdapterError("incompatible: it holds values that float16 cannot, and this node's "
+                           "weights are float16")  # fmt: skip
+    return values
 
 
 def _clear(weights: TargetWeights, first: int, last: int, rest: Callable[[], None]) -> None:

@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from common.engine import loader
+from common.engine.decoder import Weights
 from common.engine.errors import ModelNotFoundError, UnsupportedModelError, WeightsError
-from common.engine.loader import load_model, resolve
+from common.engine.loader import _choose_dtype, load_model, resolve
 from common.engine.rope import RopeTable, frequencies
 from common.engine.spec import ModelSpec, fingerprint
 from common.messages import WIRE_VERSION
@@ -106,6 +109,34 @@ def test_dtypes(copy: Callable[[str], Path]) -> None:
     assert load_model(folder, "float32").dtype is torch.float32
     edit_config(folder, dtype="float16")
     assert load_model(folder).dtype is torch.float32
+    half = load_model(folder, "float16")
+    assert (half.dtype, half.dtype_name) == (torch.float16, "float16")
+    meta = torch.device("meta")
+    assert _choose_dtype(AutoConfig.from_pretrained(folder), "auto", meta) is torch.float16
+
+
+def test_weights_are_made_on_the_device_and_filled_one_at_a_time(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No whole model beside it: what a file gives is let go before the next one is read."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    read = loader._tensors
+
+    def watched(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for name, tensor in read(file):
+            alive.append(weakref.ref(tensor))
+            most = max(most, sum(held() is not None for held in alive))
+            yield name, tensor
+
+    monkeypatch.setattr(loader, "_tensors", watched)
+    spec = zoo.loaded("llama").spec
+    places = Weights.empty(spec, torch.float16, torch.device("meta")).checkpoint_tensors(spec)
+    assert {place.device.type for place in places.values()} == {"meta"}
+    loader._fill(places, [zoo.folder("llama") / "model.safetensors"], spec.tied_embeddings)
+    assert len(alive) == len(places)
+    assert most <= 2
 
 
 def test_digest_and_fingerprint_tell_models_apart(zoo: Zoo, copy: Callable[[str], Path]) -> None:

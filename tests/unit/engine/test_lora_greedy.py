@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.engine.loader import DTYPES, DtypeName
 from common.engine.lora.pool import LoraPool
 from common.engine.lora.reader import read_folder
 from tests.adapters import ADAPTERS, PeftOracle, make_adapters
@@ -185,19 +186,22 @@ def test_a_placement_that_is_broken_off_leaves_the_slot_empty(
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_bfloat16_is_close_to_peft(
+@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.05), ("float16", 0.01)])
+def test_16_bit_adapters_are_close_to_peft(
     zoo: Zoo,
     adapted: Callable[[str], Adapted],
     prompt: Prompt,
     monkeypatch: pytest.MonkeyPatch,
     native: bool,
+    dtype: DtypeName,
+    bound: float,
 ) -> None:
-    """With a float32 pool, and with one in bfloat16 as on a CPU that multiplies it."""
-    monkeypatch.setattr("common.engine.lora.pool.has_native_bfloat16", lambda: native)
+    """With a float32 pool, and with one of the same dtype as on a CPU that multiplies it."""
+    monkeypatch.setattr("common.engine.lora.pool.is_native", lambda _: native)
     model = adapted("llama-biases")
-    pool = model.pool(torch.bfloat16)
-    assert pool.dtype is (torch.bfloat16 if native else torch.float32)
-    engine = Engine(zoo.loaded("llama-biases", "bfloat16"), lora=pool)
+    pool = model.pool(DTYPES[dtype])
+    assert pool.dtype is (DTYPES[dtype] if native else torch.float32)
+    engine = Engine(zoo.loaded("llama-biases", dtype), lora=pool)
     seen: list[torch.Tensor] = []
     logits_of = engine.runner._core.model.logits
 
@@ -211,7 +215,7 @@ def test_bfloat16_is_close_to_peft(
         base = model.oracle.logits(None, prompt(24))[-1]
         engine.release(engine.generate(prompt(24), greedy(1), lora_slot=model.slot(name)))
         error = float((seen[-1][0].float() - want).norm() / want.norm())
-        assert error < 0.05, f"{name}: {error}"
+        assert error < bound, f"{name}: {error}"
         assert float((base - want).norm() / want.norm()) > 0.3
 
 
