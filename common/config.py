@@ -5,11 +5,20 @@ Derived values (the number of pages, the model's length) are returned by whoever
 never written back here.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """A name `deploy/default_model.py` resolves to a converted local folder."""
+
+DtypeFlag = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def check_device(device: str) -> None:
+    """Raises ValueError for what is not even spelled like a device."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", device):
+        raise ValueError(f"device must be cpu, cuda, cuda:N or auto, not {device!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,16 +29,26 @@ class NodeConfig:
     """Local folder, Hugging Face id, or the built-in default."""
     served_model_name: str | None = None
     """Name clients use; the last part of `model` if not given."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Weights and KV; auto takes the checkpoint's."""
+    dtype: DtypeFlag = "auto"
+    """Weights and KV, equal on all nodes; auto takes the checkpoint's, but on a CPU float32 for
+    float16."""
+    device: str = "auto"
+    """What computes: cpu, cuda, cuda:N, or auto, a GPU where there is one."""
+    attention: Literal["auto", "torch", "triton"] = "auto"
+    """Kernels: torch's own, Triton's, or auto, Triton's on a GPU."""
     max_model_len: int | None = None
     """Longest prompt plus output in tokens; the model's own limit if not given."""
     page_size: int = 16
     """Tokens in a KV page; equal on all nodes."""
     num_pages: int | None = None
-    """Pages in this node's pool; sized from `kv_cache_gib` if not given."""
-    kv_cache_gib: float = 1.0
-    """Size of the page pool, of all `tp` processes together, when `num_pages` is not given."""
+    """Pages in this node's pool; sized from `kv_cache_gib` or `mem_fraction` if not given."""
+    kv_cache_gib: float | None = None
+    """Size of the page pool, of all `tp` processes together, when `num_pages` is not given; if
+    neither is, 1 GiB on a CPU and `mem_fraction` on a GPU."""
+    mem_fraction: float = 0.85
+    """Share of a GPU's memory that this node may use, for weights, the work of its largest batch
+    and the page pool, which gets what the others leave. Nodes on one GPU divide it: 0.4 each. Does
+    not count on a CPU."""
     prefix_cache: bool = True
     """Keep the pages of finished requests, and do not compute again what they hold."""
     max_running_requests: int = 64
@@ -84,8 +103,9 @@ class NodeConfig:
     """Adapters whose weights are kept in host memory; of more, those least recently used are read
     again when they are wanted."""
     max_lora_rank: int = 256
-    """Largest rank of an adapter. Slots are made for it, in memory that the system gives when it
-    is first used."""
+    """Largest rank of an adapter. Slots are made for it: on a CPU in memory that the system gives
+    when it is first used, on a GPU in one piece with the first adapter, beside what `mem_fraction`
+    planned."""
     lora_drain_wait_s: float = 2.0
     """A request that has waited so long for a slot for its adapter has one emptied for it."""
     drain_s: float = 30.0
@@ -107,7 +127,7 @@ class NodeConfig:
         positive = (
             "page_size", "max_running_requests", "chunk_size", "heartbeat_s", "router_timeout_s",
             "peer_timeout_s", "tcp_timeout_s", "lease_s", "twin_timeout_s", "transfer_timeout_s",
-            "kv_cache_gib", "max_queued_requests", "max_loras_per_batch", "max_lora_rank", "tp",
+            "max_queued_requests", "max_loras_per_batch", "max_lora_rank", "tp",
             "rank_timeout_s",
         )  # fmt: skip
         for field in positive:
@@ -119,10 +139,13 @@ class NodeConfig:
         if self.max_loaded_loras < self.max_loras_per_batch:
             slots = self.max_loras_per_batch
             raise ValueError(f"max_loaded_loras must be at least max_loras_per_batch, {slots}")
-        for field in ("max_model_len", "num_pages", "threads"):
+        for field in ("max_model_len", "num_pages", "threads", "kv_cache_gib"):
             value = getattr(self, field)
             if value is not None and value <= 0:
                 raise ValueError(f"{field} must be positive, not {value}")
+        check_device(self.device)
+        if not 0 < self.mem_fraction <= 1:
+            raise ValueError(f"mem_fraction must be in (0, 1], not {self.mem_fraction}")
         # After these no byte that an unreachable prefill has sent can still be on its way.
         least = self.lease_s + self.longest_post_s + self.tcp_timeout_s
         if self.unproven_s < least:

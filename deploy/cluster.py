@@ -38,8 +38,9 @@ POLL_S = 0.1
 ANSWER_TOKENS = 64
 
 _SHARED = (
-    "dtype", "max_model_len", "page_size", "num_pages", "max_running_requests", "chunk_size",
-    "max_loras_per_batch", "max_loaded_loras", "max_lora_rank", "lora_drain_wait_s", "tp",
+    "dtype", "device", "attention", "max_model_len", "page_size", "num_pages",
+    "max_running_requests", "chunk_size", "max_loras_per_batch", "max_loaded_loras",
+    "max_lora_rank", "lora_drain_wait_s", "tp",
 )  # fmt: skip
 """Fields of the cluster that every node gets as they are."""
 
@@ -88,6 +89,7 @@ def plan_cluster(
         for part in (f"--{field.replace('_', '-')}", str(value))
     ]
     shared += ["--router", f"tcp://{LOOPBACK}:{node_port}"]
+    shared += ["--mem-fraction", f"{config.mem_fraction / (config.prefill + config.decode):.4g}"]
     ranks = config.tp * (config.prefill + config.decode)
     threads = default_threads(len(os.sched_getaffinity(0)), ranks)
     for number in range(config.prefill):

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Literal
 
-from common.config import DEFAULT_MODEL
+from common.config import DEFAULT_MODEL, DtypeFlag, check_device
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -20,14 +20,23 @@ class ClusterConfig:
     """Local folder, Hugging Face id, or the built-in default."""
     served_model_name: str | None = None
     """Name clients use; the last part of `model` if not given."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Weights and KV; auto takes the checkpoint's."""
+    dtype: DtypeFlag = "auto"
+    """Weights and KV; auto takes the checkpoint's, but on a CPU float32 for float16."""
+    device: str = "auto"
+    """What every node computes on: cpu, cuda, cuda:N, or auto, a GPU where there is one. For nodes
+    on different GPUs give --device in --prefill-args and --decode-args, with --mem-fraction."""
+    attention: Literal["auto", "torch", "triton"] = "auto"
+    """Kernels: torch's own, Triton's, or auto, Triton's on a GPU."""
     max_model_len: int | None = None
     """Longest prompt plus output in tokens; the model's own limit if not given."""
     page_size: int = 16
     """Tokens in a KV page."""
     num_pages: int | None = None
-    """Pages in each node's pool; sized by the node's --kv-cache-gib if not given."""
+    """Pages in each node's pool; sized by the node's --kv-cache-gib, or on a GPU by mem_fraction,
+    if not given."""
+    mem_fraction: float = 0.85
+    """Share of a GPU's memory that the nodes on it may use together: each gets an equal part. Does
+    not count on a CPU."""
     tp: int = 1
     """Processes of each node that share the model; for one role alone give --tp in its own flags,
     with --threads."""
@@ -91,6 +100,9 @@ class ClusterConfig:
         for field in ("decode", "tp", "start_timeout_s", "stop_timeout_s"):
             if getattr(self, field) <= 0:
                 raise ValueError(f"{field} must be positive, not {getattr(self, field)}")
+        check_device(self.device)
+        if not 0 < self.mem_fraction <= 1:
+            raise ValueError(f"mem_fraction must be in (0, 1], not {self.mem_fraction}")
         if self.drain_s < 0:
             raise ValueError(f"drain_s must not be negative, not {self.drain_s}")
         if not 0 <= self.port < 65536:

@@ -7,18 +7,22 @@ is composed in `deploy/node.py`.
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
 
 from common.config import NodeConfig
+from common.engine.device import activate, choose_attention, choose_device
 from common.engine.loader import LoadedModel, load_model
 from common.engine.lora.pool import LoraPool
+from common.engine.memory_plan import gauge_of
+from common.engine.ops import choose_ops
 from common.engine.parallel.group import Group
 from common.engine.parallel.shards import Shard
+from common.engine.profiling import largest_batch
 from common.engine.runner import ModelRunner
 from common.grammar.store import GrammarStore
-from common.kv_cache.storage import PagedKVCache, pages_in
+from common.kv_cache.storage import PagedKVCache
 from common.messages import Incarnation
 from deploy.errors import StartupError
+from deploy.page_pool import first_line, make_page_pool
 from transfer.nixl import NixlTransfer
 
 log = logging.getLogger("node")
@@ -37,10 +41,13 @@ class Engine:
 
 
 def load(config: NodeConfig, folder: Path, group: Group) -> LoadedModel:
-    """This rank's part of the model. Raises ModelError."""
+    """This rank's part of the model, on the rank's device. Raises ModelError."""
+    device = choose_device(config.device, group.rank)
+    attention = choose_attention(config.attention, device)
+    activate(device)
     part = "" if group.size == 1 else f", part {group.rank + 1} of {group.size}"
-    log.info("loading %s%s", folder, part)
-    return load_model(folder, config.dtype, group=group)
+    log.info("loading %s%s to %s", folder, part, device)
+    return load_model(folder, config.dtype, device, choose_ops(attention), group=group)
 
 
 def build(
@@ -49,21 +56,39 @@ def build(
     """Everything that needs the model; the group is connected. Rank 0 alone has `grammars`, and
     draws.
 
-    Raises StartupError.
+    Raises StartupError, and ModelError where memory is short.
     """
     shard = Shard.of(model.spec, group.rank, group.size)
     max_model_len = choose_max_model_len(config.max_model_len, model.spec.max_positions)
-    cache = _make_cache(config, model, shard)
-    slots = LoraPool(shard.local, model.dtype, config.max_loras_per_batch, config.max_lora_rank)
-    runner = ModelRunner(
-        model,
-        cache,
-        config.max_running_requests,
-        max_model_len,
-        slots,
-        grammars,
-        draws=group.rank == 0,
+    slots = LoraPool(
+        shard.local, model.dtype, config.max_loras_per_batch, config.max_lora_rank, model.device
     )
+    most, attention = config.max_running_requests, choose_attention(config.attention, model.device)
+
+    def make_runner(cache: PagedKVCache) -> ModelRunner:
+        return ModelRunner(
+            model,
+            cache,
+            most,
+            max_model_len,
+            slots,
+            grammars,
+            attention=attention,
+            draws=group.rank == 0,
+        )
+
+    def profile(cache: PagedKVCache) -> None:
+        batch = largest_batch(
+            chunk_size=config.chunk_size,
+            max_running_requests=most,
+            max_model_len=max_model_len,
+            page_size=config.page_size,
+        )
+        make_runner(cache).launch(batch).result()
+
+    gauge = gauge_of(model.device)
+    cache = make_page_pool(config, model, shard, group, gauge, profile)
+    runner = make_runner(cache)
     return Engine(model, shard, max_model_len, cache, slots, runner)
 
 
@@ -74,36 +99,6 @@ def choose_max_model_len(asked: int | None, limit: int) -> int:
     if asked > limit:
         raise StartupError(f"max_model_len: {asked} is more than the model's {limit} positions")
     return asked
-
-
-class PageShape(TypedDict):
-    num_layers: int
-    page_size: int
-    head_dim: int
-
-
-def _make_cache(config: NodeConfig, model: LoadedModel, shard: Shard) -> PagedKVCache:
-    """This rank's part of every page; all ranks have equally many pages."""
-    spec = model.spec
-    shape = PageShape(
-        num_layers=spec.num_layers, page_size=config.page_size, head_dim=spec.head_dim
-    )
-    # Ranks beyond the number of KV heads hold copies.
-    heads_of_all = max(spec.num_kv_heads, shard.size)
-    try:
-        num_pages = config.num_pages or pages_in(
-            config.kv_cache_gib, **shape, num_kv_heads=heads_of_all, dtype=model.dtype
-        )
-        cache = PagedKVCache(
-            num_pages=num_pages, **shape, num_kv_heads=len(shard.kv_heads), dtype=model.dtype
-        )
-    except (ValueError, RuntimeError, MemoryError) as error:
-        raise StartupError(f"the page pool: {first_line(error)}") from error
-    log.info(
-        "page pool: %d pages of %d tokens, %.2f GiB",
-        num_pages, config.page_size, num_pages * cache.page_bytes / (1 << 30),
-    )  # fmt: skip
-    return cache
 
 
 def register(config: NodeConfig, engine: Engine, incarnation: Incarnation) -> NixlTransfer:
@@ -135,7 +130,3 @@ def parse_params(given: tuple[str, ...] | list[str]) -> dict[str, str]:
             raise StartupError(f"nixl_params: {pair!r} is not key=value")
         params[key] = value
     return params
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

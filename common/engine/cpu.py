@@ -14,9 +14,8 @@ def has_native_bfloat16() -> bool:
 @functools.cache
 def has_native_float16() -> bool:
     """Whether it does the same with float16 (AVX512-FP16 or AMX-FP16)."""
-    return torch.backends.mkldnn.is_available() and bool(
-        torch.ops.mkldnn._is_mkldnn_fp16_supported()
-    )
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)  # no mkldnn, no op
+    return supported is not None and bool(supported())
 
 
 def is_native(dtype: torch.dtype) -> bool:

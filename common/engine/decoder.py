@@ -223,9 +223,13 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self._embedding.dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.device
+
     def rope_table(self, length: int) -> RopeTable:
         """Rotations of positions below `length`, for `forward`."""
-        return RopeTable(self._rope, length, self.dtype, self._embedding.device)
+        return RopeTable(self._rope, length, self.dtype, self.device)
 
     def forward(
         self,

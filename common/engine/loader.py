@@ -56,6 +56,11 @@ class LoadedModel:
         """`float32`, `bfloat16` or `float16`, as fingerprints and flags spell it."""
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are; KV and everything that meets them belong there too."""
+        return self.model.device
+
 
 def resolve(name: str, files: Sequence[str] = _MODEL_FILES, what: str = "model") -> Path:
     """A local folder as it is, or the `files` of a Hugging Face id (with progress on stderr).
@@ -149,8 +154,10 @@ def _choose_dtype(
 ) -> torch.dtype:
     if dtype != "auto":
         return DTYPES[dtype]
-    half = (torch.bfloat16,) if device.type == "cpu" else (torch.bfloat16, torch.float16)
-    return config.dtype if config.dtype in half else torch.float32
+    if config.dtype is torch.bfloat16:
+        return torch.bfloat16
+    half = device.type != "cpu" and config.dtype is torch.float16
+    return torch.float16 if half else torch.float32
 
 
 def _allocate(shard: Shard, dtype: torch.dtype, device: torch.device) -> Weights:

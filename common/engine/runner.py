@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.base import AttentionBatch
-from common.engine.attention.torch_backend import TorchAttention
+from common.engine.attention.choice import make_attention
 from common.engine.core import ModelCore, warm_up_batches
+from common.engine.device import AttentionName
 from common.engine.loader import LoadedModel
 from common.engine.lora.pool import LoraPool
 from common.engine.page_tables import TableChange
@@ -55,12 +56,13 @@ class ModelRunner:
         lora: LoraPool | None = None,
         grammars: GrammarStore | None = None,
         *,
+        attention: AttentionName = "torch",
         draws: bool = True,
     ) -> None:
         spec = model.model.spec
-        attention = TorchAttention(cache, spec.num_heads, spec.windows, model.dtype)
+        backend = make_attention(attention, cache, spec.num_heads, spec.windows, model.dtype)
         self._core = ModelCore(
-            model, cache, attention, max_slots, max_model_len, lora, grammars, draws=draws
+            model, cache, backend, max_slots, max_model_len, lora, grammars, draws=draws
         )
         self._cache = cache
         self._device = cache.device

@@ -19,17 +19,15 @@ from torch import Tensor
 GIB = 1 << 30
 
 
-def pages_in(
-    gib: float,
-    *,
-    num_layers: int,
-    num_kv_heads: int,
-    page_size: int,
-    head_dim: int,
-    dtype: torch.dtype,
+def page_bytes_of(
+    *, num_layers: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype
 ) -> int:
+    """The size of one page, over all layers."""
+    return num_layers * 2 * num_kv_heads * page_size * head_dim * dtype.itemsize
+
+
+def pages_in(gib: float, page_bytes: int) -> int:
     """How many whole pages fit into `gib` GiB; raises `ValueError` if none does."""
-    page_bytes = num_layers * 2 * num_kv_heads * page_size * head_dim * dtype.itemsize
     pages = int(gib * GIB) // page_bytes
     if pages < 1:
         raise ValueError(f"{gib} GiB hold no KV page of {page_bytes} bytes")

@@ -31,8 +31,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     for kind in ("llama", "qwen3"):
         folder = tmp_path_factory.mktemp("models") / kind
         make_tiny_model(kind, folder, seed=3)
-        torch_model = load_model(folder, "float32", choose_ops("torch"))
-        found[kind] = torch_model, load_model(folder, "float32", choose_ops("triton"))
+        torch_model = load_model(folder, "float32", ops=choose_ops("torch"))
+        found[kind] = torch_model, load_model(folder, "float32", ops=choose_ops("triton"))
     return found
 
 

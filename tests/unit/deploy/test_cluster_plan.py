@@ -67,12 +67,21 @@ def test_every_child_drains_as_long_as_the_cluster() -> None:
 def test_shared_settings_reach_every_node() -> None:
     shared = {"dtype": "float32", "max_model_len": 64, "page_size": 8, "num_pages": 32}
     shared |= {"max_loras_per_batch": 3, "max_loaded_loras": 5, "max_lora_rank": 32}
-    shared |= {"lora_drain_wait_s": 0.5}
+    shared |= {"lora_drain_wait_s": 0.5, "device": "cuda:1", "attention": "triton"}
     config = ClusterConfig(**shared, max_running_requests=4, chunk_size=128)  # type: ignore[arg-type]
     plan = plan_cluster(config, MODEL)
     for node in (prefill(plan, 0), decode(plan, 0)):
         assert {name: getattr(node, name) for name in shared} == shared
         assert (node.max_running_requests, node.chunk_size) == (4, 128)
+
+
+def test_nodes_share_the_memory_that_one_gpu_may_give() -> None:
+    plan = plan_cluster(ClusterConfig(model="m", prefill=1, decode=3, mem_fraction=0.8), MODEL)
+    assert [prefill(plan, 0).mem_fraction, decode(plan, 2).mem_fraction] == [0.2, 0.2]
+    own = "--device cuda:1 --mem-fraction 0.9"
+    plan = plan_cluster(ClusterConfig(model="m", device="cuda:0", decode_args=own), MODEL)
+    assert (prefill(plan, 0).device, prefill(plan, 0).mem_fraction) == ("cuda:0", 0.425)
+    assert (decode(plan, 0).device, decode(plan, 0).mem_fraction) == ("cuda:1", 0.9)
 
 
 def test_adapters_are_the_routers_to_load() -> None:

@@ -84,6 +84,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["--max-model-len", str(MAX_POSITIONS + 1)], "max_model_len"),
         (["--kv-cache-gib", "0.0000001"], "the page pool: "),
+        (["--device", "cuda:99"], "device: cuda:99"),
+        (["--device", "gpu"], "device must be cpu, cuda, cuda:N or auto, not 'gpu'"),
+        (["--device", "cpu", "--attention", "triton"], "attention: triton, but "),
+        (["--mem-fraction", "1.5"], "mem_fraction must be in (0, 1], not 1.5"),
         (["--cpus", "4095"], "cpus: 4095 is not among"),
         (["--nixl-params", "nonsense"], "nixl_params: 'nonsense' is not key=value"),
         (["--host", "192.0.2.1"], "which needs a cluster secret: give --secret-file"),
@@ -103,6 +107,45 @@ def test_what_a_node_cannot_have_is_one_line_at_the_end(
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("pdserve prefill: ")
     assert message in done.stderr.splitlines()[-1]
+
+
+CPU_ONLY = """
+import sys
+
+import torch
+
+from common.config import DecodeConfig
+from common.modes import DisaggregationMode
+from common.node_io.thread import NodeIO
+from deploy.node import run_node
+
+announce = NodeIO.announce
+
+
+def look(io: NodeIO, registration: object) -> None:
+    announce(io, registration)
+    imported = [name for name in sys.modules if name.split(".")[0] == "triton"]
+    ours = [name for name in sys.modules if name.startswith("common.engine.kernels.")]
+    print("imported", imported + ours, "initialised", torch.cuda.is_initialized())
+    io.ask_to_end()
+
+
+NodeIO.announce = look
+config = DecodeConfig(model=sys.argv[1], num_pages=16, device=sys.argv[2])
+sys.exit(run_node(DisaggregationMode.DECODE, config))
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_a_node_on_a_cpu_has_nothing_of_a_gpu(model: Path, device: str) -> None:
+    """Everything `deploy/node.py` composes is there, warmed up, when the node announces itself."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", CPU_ONLY, str(model), device],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "imported [] initialised False"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

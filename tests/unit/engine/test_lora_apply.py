@@ -8,111 +8,13 @@ from torch import Tensor
 
 from common.engine.errors import AdapterError
 from common.engine.lora import apply
-<<<<<<< HEAD
-from common.engine.lora.apply import Share, Singles, plan_lora
-from common.engine.lora.pool import TargetWeights
-from common.engine.lora.targets import Product
-from tests.lora_cases import TARGETS, WIDTHS, Case, adapter, cases
-=======
 from common.engine.lora.adapter import Factors, LoraAdapter
-from common.engine.lora.apply import LoraRows, Share, Singles, plan_lora
+from common.engine.lora.apply import Share, Singles, plan_lora
 from common.engine.lora.pool import LoraPool, TargetWeights
-from common.engine.lora.targets import Product, targets_of
-from common.engine.spec import ModelSpec
+from common.engine.lora.targets import Product
+from tests.lora_cases import SLOTS, SPEC, TARGETS, WIDTHS, Case, adapter, cases
 
-SLOTS = 6
-SPEC = ModelSpec(
-    architecture="LlamaForCausalLM",
-    vocab_size=10,
-    hidden_size=12,
-    intermediate_size=20,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    max_positions=64,
-    rms_norm_eps=1e-5,
-    eos_token_ids=(),
-    windows=(None,),
-    qkv_bias=False,
-    output_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    tied_embeddings=False,
-    rope_type="default",
-    rope_parameters=(),
-)
-TARGETS = targets_of(SPEC)
-WIDTHS = {Product.QKV: (12, 32), Product.OUTPUT: (16, 12), Product.GATE_UP: (12, 40)}
-WIDTHS[Product.DOWN] = (20, 12)
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-
-
-def adapter(rank: int, present: Sequence[bool], scale: float = 1.0) -> LoraAdapter:
-    """A first module of the full rank, others of smaller ones."""
-    layer: dict[str, Factors] = {}
-    for index, target in enumerate(TARGETS):
-        if present[index]:
-            own = rank if not layer else max(1, rank - index)
-            layer[target.module] = Factors(
-                torch.randn(own, target.in_features) * scale,
-                torch.randn(target.out_features, own) * scale / own**0.5,
-                0.5 + index,
-            )
-    return LoraAdapter((layer,), rank, "")
-
-
-@dataclass
-class Case:
-    adapters: dict[int, LoraAdapter]
-    rows: list[tuple[int | None, int]]
-    """(slot, tokens) of each row of the batch."""
-
-    def pool(self) -> LoraPool:
-        pool = LoraPool(SPEC, torch.float32, SLOTS, 256)
-        for slot, each in self.adapters.items():
-            pool.place(slot, each, lambda: None)
-        return pool
-
-    def lora_rows(self) -> list[LoraRows]:
-        found = []
-        first = 0
-        for slot, count in self.rows:
-            if slot is not None:
-                found.append(LoraRows(slot, first, count))
-            first += count
-        return found
-
-    def expected(self, product: Product, x: Tensor, y: Tensor) -> Tensor:
-        """Token by token, in float64."""
-        want = y.double().clone()
-        first = 0
-        for slot, count in self.rows:
-            for target in TARGETS:
-                factors = None
-                if slot is not None and target.product is product:
-                    factors = self.adapters[slot].layers[0].get(target.module)
-                if factors is not None:
-                    low = x[first : first + count].double() @ factors.shrink.double().t()
-                    columns = slice(target.first, target.first + target.out_features)
-                    gain = low @ factors.expand.double().t() * factors.scaling
-                    want[first : first + count, columns] += gain
-            first += count
-        return want
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    adapters = {}
-    for slot in draw(st.permutations(range(SLOTS)))[: draw(st.integers(1, SLOTS))]:
-        present = draw(st.lists(st.booleans(), min_size=7, max_size=7))
-        if any(present):
-            rank = draw(st.sampled_from([1, 2, 7, 8, 9, 16, 32, 33, 100, 256]))
-            adapters[slot] = adapter(rank, present)
-    slots = st.sampled_from([None, *adapters])
-    rows = st.tuples(slots, st.sampled_from([1, 1, 1, 2, 5]))
-    return Case(adapters, draw(st.lists(rows, min_size=1, max_size=12)))
->>>>>>> 173a3e6 (float16 weights, KV and adapters; loader and rope tables on a device; which device and which kernels)
 
 
 @settings(max_examples=60, deadline=None)

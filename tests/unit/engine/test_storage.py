@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.kv_cache.storage import PagedKVCache, pages_in
+from common.kv_cache.storage import PagedKVCache, page_bytes_of, pages_in
 
 
 def make(num_pages: int = 6) -> PagedKVCache:
@@ -50,8 +50,9 @@ def test_clear_zeroes_whole_pages_and_no_other() -> None:
 
 def test_pages_in_counts_whole_pages() -> None:
     shape = {"num_layers": 30, "num_kv_heads": 3, "page_size": 16, "head_dim": 64}
-    page = 30 * 2 * 3 * 16 * 64 * 2
-    assert pages_in(1.0, **shape, dtype=torch.bfloat16) == (1 << 30) // page
-    assert pages_in(page / (1 << 30), **shape, dtype=torch.bfloat16) == 1
+    page = page_bytes_of(**shape, dtype=torch.float16)
+    assert page == 30 * 2 * 3 * 16 * 64 * 2
+    assert pages_in(1.0, page) == (1 << 30) // page
+    assert pages_in(page / (1 << 30), page) == 1
     with pytest.raises(ValueError, match="hold no KV page"):
-        pages_in(1e-6, **shape, dtype=torch.bfloat16)
+        pages_in(1e-6, page)
