@@ -22,6 +22,7 @@ PAGE, CHUNK = 16, 48
 FLAGS: dict[str, Any] = {
     "dtype": "float32", "page_size": PAGE, "chunk_size": CHUNK, "num_pages": 200,
 }  # fmt: skip
+RANK_TIMEOUT_S = 10.0
 NINE_HEADS = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
 """As SmolLM2-135M has them: two ranks have unequal parts."""
 
@@ -72,7 +73,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Wardrobe:
 @pytest.fixture(scope="module")
 def running(shared: Wardrobe) -> Iterator[Cluster]:
     """1P1D, both of two ranks."""
-    with cluster(shared.model, **FLAGS, tp=2) as c:
+    args = f"--rank-timeout-s {RANK_TIMEOUT_S}"
+    with cluster(shared.model, **FLAGS, tp=2, prefill_args=args, decode_args=args) as c:
         yield c
 
 
@@ -145,8 +147,18 @@ def test_pause_in_mid_stream(running: Cluster, shared: Wardrobe, mode: str) -> N
             assert answer == wanted
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
-def test_a_killed_rank_is_a_killed_node(running: Cluster, shared: Wardrobe, role: str) -> None:
+@pytest.mark.parametrize(
+    ("role", "number"),
+    [
+        ("decode", signal.SIGKILL),
+        ("prefill", signal.SIGKILL),
+        # Nobody sees its end: the others wait for it in the middle of a step, and then give up.
+        ("decode", signal.SIGSTOP),
+    ],
+)
+def test_a_lost_rank_is_a_lost_node(
+    running: Cluster, shared: Wardrobe, role: str, number: signal.Signals
+) -> None:
     """The supervisor starts the whole node anew; what it had begun is replayed."""
     chance = random.Random(role)
     work = [(random_prompt(chance, chance.randint(1, 200)), 150) for _ in range(6)]
@@ -165,9 +177,11 @@ def test_a_killed_rank_is_a_killed_node(running: Cluster, shared: Wardrobe, role
             victim = next(n for n in await session.nodes() if n["role"] == role)
             node = psutil.Process(victim["pid"])
             (rank,) = node.children()
-            os.kill(rank.pid, signal.SIGKILL)
-            await asyncio.to_thread(psutil.wait_procs, [node, rank], 5.0)
+            os.kill(rank.pid, number)
+            notice_s = RANK_TIMEOUT_S if number is signal.SIGSTOP else 0.0
+            await asyncio.to_thread(psutil.wait_procs, [node, rank], notice_s + 5.0)
             assert not node.is_running()
+            assert not rank.is_running()
             answers = await asyncio.gather(*streams)
             await eventually(lambda: replaced(session, victim), 60, session.nodes)
             prompt, count = work[0]

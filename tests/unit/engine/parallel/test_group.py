@@ -51,12 +51,11 @@ def test_three_ranks_sum_join_and_share() -> None:
         assert {connection.laddr.ip for connection in listeners} == {LOOPBACK}
 
 
-@pytest.mark.parametrize("call", ["sum_", "join_columns", "least"])
+@pytest.mark.parametrize("call", ["sum_", "join_columns"])
 def test_the_death_of_a_rank_is_an_error_at_once(call: str) -> None:
     asks: dict[str, Callable[[RankGroup], object]] = {
         "sum_": lambda group: group.sum_(torch.ones(4)),
         "join_columns": lambda group: group.join_columns(torch.ones(1, 4), 8),
-        "least": lambda group: group.least(1),
     }
     with joined(2, "die") as group:
         began = time.monotonic()
