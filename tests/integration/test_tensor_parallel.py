@@ -74,7 +74,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Wardrobe:
 def running(shared: Wardrobe) -> Iterator[Cluster]:
     """1P1D, both of two ranks."""
     args = f"--rank-timeout-s {RANK_TIMEOUT_S}"
-    with cluster(shared.model, **FLAGS, tp=2, prefill_args=args, decode_args=args) as c:
+    flags = FLAGS | {"tp": 2, "prefill_args": args, "decode_args": args}
+    # A busy machine takes long to start a node again.
+    with cluster(shared.model, **flags, router_args="--node-wait-s 120") as c:
         yield c
 
 
