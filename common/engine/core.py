@@ -7,6 +7,7 @@ is decided here, once for all devices.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from common.engine.attention.base import AttentionBackend
@@ -41,7 +42,11 @@ class ModelCore:
         grammars: GrammarStore | None,
         *,
         draws: bool,
+        fixed_rows: int = 0,
+        scratch_page: int | None = None,
     ) -> None:
+        """`fixed_rows` as in `Ops.lora_planner`. With a `scratch_page` there is a slot more, behind
+        the others, all of whose pages are that one."""
         spec = model.model.spec
         held = (cache.num_layers, cache.num_kv_heads, cache.head_dim, cache.dtype)
         assert held == (spec.num_layers, spec.num_kv_heads, spec.head_dim, model.dtype), (
@@ -60,7 +65,15 @@ class ModelCore:
         if draws:
             self._sampler = Sampler(spec.vocab_size, cache.device, grammars, fused)
         self._lora = lora
+        self._fixed_rows = fixed_rows
         self._adapters: LoraPlanner | None = None
+        num_slots = max_slots + (scratch_page is not None)
+        self.page_table = torch.zeros(
+            (num_slots, self.tables.width), dtype=torch.int64, device=cache.device
+        )
+        """[slots, pages] int64."""
+        if scratch_page is not None:
+            self.page_table[max_slots] = scratch_page
         self._rope = self.model.rope_table(max_model_len)
 
     def enter(self, rows: Sequence[Row]) -> TableChange:
@@ -70,6 +83,13 @@ class ModelCore:
                 if row.init is not None:
                     self._sampler.reset(row.slot, row.init)
         return self.tables.enter(rows)
+
+    def bring_in(self, places: Tensor, pages: Tensor, fresh: Tensor) -> None:
+        """Carry out a `TableChange`, whose lists these are, each [n] int64."""
+        if len(places):
+            self.page_table.view(-1).index_copy_(0, places, pages)
+        if len(fresh):
+            self.cache.clear(fresh)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, metadata: Any, lora: LoraBatch | None
@@ -86,11 +106,11 @@ class ModelCore:
             return None
         return self.lora_planner().plan(adapted, num_tokens)
 
-    def lora_planner(self, fixed_rows: int = 0) -> LoraPlanner:
-        """Made for the first batch with an adapter; see `Ops.lora_planner`."""
+    def lora_planner(self) -> LoraPlanner:
+        """Made for the first batch with an adapter."""
         if self._adapters is None:
             assert self._lora is not None, "a row with an adapter, and no pool of them"
-            self._adapters = self.model.ops.lora_planner(self._lora, fixed_rows)
+            self._adapters = self.model.ops.lora_planner(self._lora, self._fixed_rows)
         return self._adapters
 
     def draw(self, rows: Sequence[Row], logits: Tensor) -> Drawn | None:
@@ -103,20 +123,22 @@ class ModelCore:
     def results(
         self,
         rows: Sequence[Row],
-        hidden: Tensor,
+        hidden: Tensor | None,
         drawn: Drawn | None,
         tokens: Sequence[int] | None = None,
     ) -> BatchResult:
         """What was drawn, with the rest drawn here, and prompts scored from `hidden` [tokens,
-        hidden_size]. `tokens` as in `Drawn.result`."""
+        hidden_size], which may be None where no row wants that. `tokens` as in `Drawn.result`."""
         samples: list[Sample | NotSampled | None] = [None] * len(rows)
         if self._sampler is None:
-            join_products(rows, hidden, self.model.logits)
+            if hidden is not None:
+                join_products(rows, hidden, self.model.logits)
             return BatchResult(tuple(samples))
         if drawn is not None:
             for number, sample in zip(drawing_rows(rows), drawn.result(tokens), strict=True):
                 samples[number] = sample
-        return BatchResult(tuple(samples), prompt_logprobs(rows, hidden, self.model.logits))
+        scores = () if hidden is None else prompt_logprobs(rows, hidden, self.model.logits)
+        return BatchResult(tuple(samples), scores)
 
 
 def warm_up_batches(page_size: int, max_model_len: int) -> list[Batch]:

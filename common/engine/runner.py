@@ -17,7 +17,6 @@ from common.engine.core import ModelCore, warm_up_batches
 from common.engine.device import AttentionName
 from common.engine.loader import LoadedModel
 from common.engine.lora.pool import LoraPool
-from common.engine.page_tables import TableChange
 from common.engine.rows import drawing_rows, last_tokens, places, spans_of, token_ids
 from common.grammar.store import GrammarStore
 from common.kv_cache.storage import PagedKVCache
@@ -64,11 +63,7 @@ class ModelRunner:
         self._core = ModelCore(
             model, cache, backend, max_slots, max_model_len, lora, grammars, draws=draws
         )
-        self._cache = cache
         self._device = cache.device
-        self._page_table = torch.zeros(
-            (max_slots, self._core.tables.width), dtype=torch.int64, device=self._device
-        )
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Computed:
@@ -76,7 +71,9 @@ class ModelRunner:
         rows = batch.rows
         assert rows, "an empty batch is no step"
         core = self._core
-        self._enter(core.enter(rows))
+        change = core.enter(rows)
+        if change.pages:
+            core.bring_in(*map(self._tensor, (change.places, change.pages, change.fresh)))
         ids = token_ids(rows, core.vocab_size)
         described = self._describe(rows, len(ids))
         hidden = core.forward(
@@ -96,22 +93,17 @@ class ModelRunner:
 
         Uses page 0 and slot 0: call it before the pool is in use.
         """
-        for batch in warm_up_batches(self._cache.page_size, self._core.max_model_len):
+        cache = self._core.cache
+        for batch in warm_up_batches(cache.page_size, self._core.max_model_len):
             self.launch(batch)
-        self._cache.clear(self._tensor([0]))
-
-    def _enter(self, change: TableChange) -> None:
-        if change.places:
-            places = self._tensor(change.places)
-            self._page_table.view(-1).index_copy_(0, places, self._tensor(change.pages))
-        if change.fresh:
-            self._cache.clear(self._tensor(change.fresh))
+        cache.clear(self._tensor([0]))
 
     def _describe(self, rows: Sequence[Row], num_tokens: int) -> AttentionBatch:
         assert not any(row.from_slot for row in rows), "this runner is asked one step at a time"
         spans = spans_of(rows)
         slots, positions = places(spans, num_tokens)
-        return AttentionBatch(spans, self._page_table, self._tensor(slots), self._tensor(positions))
+        table = self._core.page_table
+        return AttentionBatch(spans, table, self._tensor(slots), self._tensor(positions))
 
     def _last_tokens(self, hidden: Tensor, rows: Sequence[Row], drawing: Sequence[int]) -> Tensor:
         """Of `hidden` [tokens, hidden_size] the last token of each row that draws."""

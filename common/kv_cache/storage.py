@@ -47,8 +47,12 @@ class PagedKVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: str | torch.device = "cpu",
+        scratch: bool = False,
     ) -> None:
-        shape = (num_pages, num_layers, 2, num_kv_heads, page_size, head_dim)
+        """With `scratch` there is a page more, behind those that are counted and transferred: for
+        rows that pad a batch."""
+        self.scratch_page = num_pages if scratch else None
+        shape = (num_pages + scratch, num_layers, 2, num_kv_heads, page_size, head_dim)
         # Zeroed, which also touches every page of memory now and not in the middle of a request.
         self.tensor: Tensor = torch.zeros(shape, dtype=dtype, device=device)
         self.num_pages = num_pages

@@ -16,7 +16,7 @@ def greedy(max_tokens: int = 64, **changes: object) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, **changes)  # type: ignore[arg-type]
 
 
-@dataclass
+@dataclass(eq=False)
 class Generation:
     """One request in a slot. `computed` counts tokens whose KV is in its pages."""
 
