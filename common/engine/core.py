@@ -59,8 +59,9 @@ class ModelCore:
         self.max_model_len = max_model_len
         self.tables = PageTables(max_slots, max_model_len, cache.page_size, cache.num_pages)
         fused = self.model.ops.fused_draws(spec.vocab_size)
-        self.draws_on_device = draws and fused is not None
-        """Whether what `common.drawing` says of a device is true of this one."""
+        self.draws_on_device = fused is not None
+        """Whether what `common.drawing` says of a device is true of this one, or, where only one
+        rank draws, of that one's."""
         self._sampler: Sampler | None = None
         if draws:
             self._sampler = Sampler(spec.vocab_size, cache.device, grammars, fused)

@@ -209,7 +209,7 @@ class Decoder:
         """`ops` compute what is neither attention nor a product; torch does if nothing is said."""
         self.spec = spec
         self.ops = TorchOps() if ops is None else ops
-        self._group = group
+        self.group = group
         self._embedding = weights.embedding
         self._layers = [
             Layer(number, spec, layer, linears, self.ops, group)
@@ -255,7 +255,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocab_size] of some rows of what `forward` gave."""
         normed = self.ops.rms_norm(hidden, self._norm, self._eps)
-        return self._group.join_columns(self._head(normed), self.spec.vocab_size)
+        return self.group.join_columns(self._head(normed), self.spec.vocab_size)
 
     @property
     def _eps(self) -> float:

@@ -11,6 +11,7 @@ Rows that want nothing but the best token share one argmax. Where there are kern
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -65,9 +66,7 @@ class SlotSampling:
         self._constraint = constraint
         self.params = params
         self.greedy = params.temperature < GREEDY_TEMPERATURE
-        self._stop_ids = _ids(params.stop_token_ids, device)
-        self._bias_ids = _ids(params.logit_bias, device)
-        self._bias = torch.tensor(list(params.logit_bias.values()), device=device)
+        self._device = device
         self._seen: Tensor | None = None
         self._counts: Tensor | None = None
         if params.repetition_penalty != 1.0:
@@ -77,6 +76,18 @@ class SlotSampling:
         if params.presence_penalty or params.frequency_penalty:
             outputs = _ids(init.output_ids, device)
             self._counts = torch.bincount(outputs, minlength=vocab_size).float()
+
+    # Made where they are wanted: on a GPU each waits for what was launched before.
+
+    @cached_property
+    def _stop_ids(self) -> Tensor:
+        return _ids(self.params.stop_token_ids, self._device)
+
+    @cached_property
+    def _bias(self) -> tuple[Tensor, Tensor]:
+        """Token ids, and what is added to the logits of each."""
+        bias = self.params.logit_bias
+        return _ids(bias, self._device), torch.tensor(list(bias.values()), device=self._device)
 
     def plain(self, index: int) -> bool:
         """Whether the row's token is simply the argmax of its logits."""
@@ -101,7 +112,7 @@ class SlotSampling:
             return logits
         logits = logits.clone()
         if self.params.logit_bias:
-            logits.index_add_(0, self._bias_ids, self._bias)
+            logits.index_add_(0, *self._bias)
         if self._seen is not None:
             penalty = self.params.repetition_penalty
             scaled = torch.where(logits > 0, logits / penalty, logits * penalty)

@@ -29,6 +29,10 @@ Metadata = TypeVar("Metadata")
 class CapturableAttention(AttentionBackend[Metadata], Protocol[Metadata]):
     """One whose metadata for single tokens can keep its tensors from step to step."""
 
+    def warm_up(self) -> None:
+        """Have ready whatever a step may launch. May block, for minutes the first time."""
+        ...
+
     def decode_buffers(
         self, batch_size: int, page_table: Tensor, slots: Tensor, positions: Tensor
     ) -> Metadata:
@@ -96,6 +100,14 @@ class DecodeGraphs:
             for size in reversed(sizes)
         }
         self._captured: dict[tuple[int, bool], Graph] = {}
+
+    def warm_up(self) -> None:
+        """Capture every size, the largest first, so that smaller ones find what they need; those
+        with adapters are left until they are wanted."""
+        with self._stream.active():
+            self._attention.warm_up()
+        for size in reversed(self.sizes):
+            self.prepare(size, adapted=False)
 
     def prepare(self, size: int, *, adapted: bool) -> Graph:
         """The step of this size, captured if it has not been; may block then. Its output are the

@@ -152,8 +152,7 @@ class CudaModelRunner:
         """
         cache = self._core.cache
         if self._graphs is not None:
-            for size in reversed(self._graphs.sizes):  # what smaller ones need is then there
-                self._graphs.prepare(size, adapted=False)
+            self._graphs.warm_up()
         for batch in warm_up_batches(cache.page_size, self._core.max_model_len):
             self.launch(batch).result()
 
@@ -232,11 +231,20 @@ class CudaModelRunner:
         return put(change.places), put(change.pages), put(change.fresh)
 
     def _draw(self, step: CudaStep, logits: Tensor, slots: Tensor) -> None:
-        """Submitted: draw, remember it for rows that go on from it, and fetch it."""
+        """Submitted: draw, remember it for rows that go on from it, and fetch it.
+
+        Ranks that draw nothing are given what the one drew that does: they have the same rows.
+        """
         step.drawn = self._core.draw(step.rows, logits)
-        if step.drawn is not None and step.drawn.tokens is not None:
-            self._drawn.index_copy_(0, slots, step.drawn.tokens)
-            step.parcel.fetch(step.drawn.tokens)
+        tokens = None if step.drawn is None else step.drawn.tokens
+        if tokens is not None:
+            step.parcel.fetch(tokens)
+        group = self._core.model.group
+        if group.size > 1 and self.overlaps:
+            tokens = torch.zeros_like(slots) if tokens is None else tokens
+            group.share_(tokens)
+        if tokens is not None:
+            self._drawn.index_copy_(0, slots, tokens)
 
 
 def _at_once() -> bool:
