@@ -3,6 +3,7 @@ does not wait, against the runner of CPUs. Graphs run their work anew; what is c
 refilled before each replay is as on a GPU."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ STEPS = 4
 
 
 class TritonEngine(LateEngine):
-    def attention(self, loaded: LoadedModel) -> AttentionBackend[object]:
+    def attention(self, loaded: LoadedModel) -> AttentionBackend[Any]:
         spec = loaded.model.spec
         return TritonAttention(self.cache, spec.num_heads, spec.windows)
 

@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from common.engine.attention.base import AttentionBackend
 from common.engine.cuda.runner import CudaModelRunner, CudaStep
@@ -54,7 +55,7 @@ class LateEngine(Engine):
         self.drawing: dict[Generation, int] = {}
         self.results: list[BatchResult] = []
 
-    def attention(self, loaded: LoadedModel) -> AttentionBackend[object]:
+    def attention(self, loaded: LoadedModel) -> AttentionBackend[Any]:
         spec = loaded.model.spec
         return CapturableTorchAttention(self.cache, spec.num_heads, spec.windows)
 
