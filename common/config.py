@@ -36,6 +36,13 @@ class NodeConfig:
     """What computes: cpu, cuda, cuda:N, or auto, a GPU where there is one."""
     attention: Literal["auto", "torch", "triton"] = "auto"
     """Kernels: torch's own, Triton's, or auto, Triton's on a GPU."""
+    overlap: bool = True
+    """Decide a step while the one before it runs, on a GPU."""
+    cuda_graphs: bool = True
+    """Capture decode steps as CUDA graphs, with Triton's attention."""
+    cuda_graph_sizes: tuple[int, ...] = ()
+    """Batch sizes that decode steps are captured for, each step padded to the next larger; powers
+    of two and `max_running_requests` if none are given."""
     max_model_len: int | None = None
     """Longest prompt plus output in tokens; the model's own limit if not given."""
     page_size: int = 16
@@ -143,6 +150,9 @@ class NodeConfig:
             value = getattr(self, field)
             if value is not None and value <= 0:
                 raise ValueError(f"{field} must be positive, not {value}")
+        for size in self.cuda_graph_sizes:
+            if size <= 0:
+                raise ValueError(f"cuda_graph_sizes must be positive, not {size}")
         check_device(self.device)
         if not 0 < self.mem_fraction <= 1:
             raise ValueError(f"mem_fraction must be in (0, 1], not {self.mem_fraction}")

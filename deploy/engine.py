@@ -17,12 +17,12 @@ from common.engine.ops import choose_ops
 from common.engine.parallel.group import Group
 from common.engine.parallel.shards import Shard
 from common.engine.profiling import largest_batch
-from common.engine.runner import ModelRunner
 from common.grammar.store import GrammarStore
 from common.kv_cache.storage import PagedKVCache
 from common.messages import Incarnation
 from deploy.errors import StartupError
 from deploy.page_pool import first_line, make_page_pool
+from deploy.runners import EngineRunner, make_runner
 from transfer.nixl import NixlTransfer
 
 log = logging.getLogger("node")
@@ -37,7 +37,7 @@ class Engine:
     max_model_len: int
     cache: PagedKVCache
     slots: LoraPool
-    runner: ModelRunner
+    runner: EngineRunner
 
 
 def load(config: NodeConfig, folder: Path, group: Group) -> LoadedModel:
@@ -63,32 +63,23 @@ def build(
     slots = LoraPool(
         shard.local, model.dtype, config.max_loras_per_batch, config.max_lora_rank, model.device
     )
-    most, attention = config.max_running_requests, choose_attention(config.attention, model.device)
-
-    def make_runner(cache: PagedKVCache) -> ModelRunner:
-        return ModelRunner(
-            model,
-            cache,
-            most,
-            max_model_len,
-            slots,
-            grammars,
-            attention=attention,
-            draws=group.rank == 0,
-        )
+    draws = group.rank == 0
 
     def profile(cache: PagedKVCache) -> None:
         batch = largest_batch(
             chunk_size=config.chunk_size,
-            max_running_requests=most,
+            max_running_requests=config.max_running_requests,
             max_model_len=max_model_len,
             page_size=config.page_size,
         )
-        make_runner(cache).launch(batch).result()
+        runner = make_runner(
+            config, model, cache, max_model_len, slots, grammars, draws=draws, profiling=True
+        )
+        runner.launch(batch).result()
 
     gauge = gauge_of(model.device)
     cache = make_page_pool(config, model, shard, group, gauge, profile)
-    runner = make_runner(cache)
+    runner = make_runner(config, model, cache, max_model_len, slots, grammars, draws=draws)
     return Engine(model, shard, max_model_len, cache, slots, runner)
 
 

@@ -12,7 +12,6 @@ from common.engine.lora.loader import AdapterLoader
 from common.engine.parallel.adapters import serve_adapters
 from common.engine.parallel.following import FollowingRunner
 from common.engine.parallel.group import RankGroup
-from common.engine.runner import ModelRunner
 from common.logs import setup_logging
 from common.rank_channel import RankChannel, Topic
 from deploy.engine import Engine, build, load, register
@@ -29,6 +28,7 @@ from deploy.rank_messages import (
     WarmUp,
     encode,
 )
+from deploy.runners import EngineRunner
 from transfer.rank_transfer import serve_transfer
 
 log = logging.getLogger("node")
@@ -75,7 +75,7 @@ def _start(setup: Setup, channel: RankChannel, take: Take, stack: ExitStack) -> 
     return engine
 
 
-def _serve(runner: ModelRunner, take: Take) -> None:
+def _serve(runner: EngineRunner, take: Take) -> None:
     """Everything in the order in which rank 0 does it too, until the end."""
     following = FollowingRunner(runner)
     while True:

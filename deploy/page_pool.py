@@ -59,6 +59,7 @@ def make_page_pool(
             num_kv_heads=len(shard.kv_heads),
             dtype=model.dtype,
             device=model.device,
+            scratch=model.device.type == "cuda",  # its runner pads batches
         )
 
     try:

@@ -88,6 +88,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--device", "gpu"], "device must be cpu, cuda, cuda:N or auto, not 'gpu'"),
         (["--device", "cpu", "--attention", "triton"], "attention: triton, but "),
         (["--mem-fraction", "1.5"], "mem_fraction must be in (0, 1], not 1.5"),
+        (["--cuda-graph-sizes", "8", "0"], "cuda_graph_sizes must be positive, not 0"),
         (["--cpus", "4095"], "cpus: 4095 is not among"),
         (["--nixl-params", "nonsense"], "nixl_params: 'nonsense' is not key=value"),
         (["--host", "192.0.2.1"], "which needs a cluster secret: give --secret-file"),

@@ -20,7 +20,7 @@ Prompt = Callable[..., list[int]]
 
 @pytest.fixture
 def load(zoo: Zoo) -> Callable[[str], LoadedModel]:
-    return lambda variant: load_model(zoo.folder(variant), "float32", DrawingOps())
+    return lambda variant: load_model(zoo.folder(variant), "float32", ops=DrawingOps())
 
 
 Load = Callable[[str], LoadedModel]

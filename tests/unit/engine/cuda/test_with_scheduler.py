@@ -32,7 +32,7 @@ class Node:
     """Requests in, texts out; memory for about three of them."""
 
     def __init__(self, folder: Path, num_pages: int = 60) -> None:
-        loaded = load_model(folder, "float32", DrawingOps())
+        loaded = load_model(folder, "float32", ops=DrawingOps())
         spec = loaded.model.spec
         cache = PagedKVCache(
             num_pages=num_pages,
