@@ -44,10 +44,11 @@ def follow(setup: Setup, channel: RankChannel, take: Take) -> int:
         try:
             engine = _start(setup, channel, take, stack)
         except (ModelError, StartupError) as error:
+            log.error("cannot start: %s", error)
             _say(channel, Failed(str(error)))
             return 2
         except Exception as error:
-            log.exception("could not start")
+            log.exception("cannot start")
             _say(channel, Failed(f"{type(error).__name__}: {error}"))
             return 2
         _serve(engine.runner, take)
@@ -62,7 +63,7 @@ def _start(setup: Setup, channel: RankChannel, take: Take, stack: ExitStack) -> 
     _say(channel, Loaded())
     order = take()
     assert isinstance(order, Connect), f"{order!r} came before the ranks were connected"
-    group.connect(order.port, config.rank_timeout_s)
+    group.connect(model.device, order.port, config.rank_timeout_s)
     stack.callback(group.close)
     engine = build(config, model, group)
     transfer = register(config, engine, setup.incarnation)

@@ -169,7 +169,7 @@ def _compose(
     stack.callback(ranks.close)
     model = load(config, folder, ranks.group)
     grammars = GrammarStore(lambda: load_vocabulary(folder, model.spec.vocab_size))
-    ranks.connect()
+    ranks.connect(model)
     with ranks.blaming():
         engine = build(config, model, ranks.group, grammars)
         transfer = _register(config, engine, identity, ranks, stack)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypedDict
 
 from common.config import NodeConfig
+from common.engine.errors import MemoryPlanError
 from common.engine.loader import LoadedModel
 from common.engine.memory_plan import MemoryGauge, plan_pages, read_memory
 from common.engine.parallel.group import Group
@@ -74,8 +75,9 @@ def make_page_pool(
             readings = read_memory(gauge, lambda: profile(make(PROFILED_PAGES)))
             own = page_bytes_of(**shape, num_kv_heads=len(shard.kv_heads), dtype=model.dtype)
             where = str(model.device)
-            num_pages = plan_pages(readings, config.mem_fraction, own, device=where)
-            num_pages = group.least(num_pages)
+            num_pages = _together(
+                group, lambda: plan_pages(readings, config.mem_fraction, own, device=where)
+            )
         cache = make(num_pages)
     except (ValueError, RuntimeError, MemoryError) as error:
         raise StartupError(f"the page pool: {first_line(error)}") from error
@@ -84,6 +86,22 @@ def make_page_pool(
         num_pages, config.page_size, num_pages * cache.page_bytes / GIB, model.device,
     )  # fmt: skip
     return cache
+
+
+def _together(group: Group, plan: Callable[[], int]) -> int:
+    """What all ranks have memory for; every one of them hears of it where one has none.
+
+    Raises StartupError, and MemoryPlanError where it is this one.
+    """
+    try:
+        mine = plan()
+    except MemoryPlanError:
+        group.least(0)
+        raise
+    least = group.least(mine)
+    if not least:
+        raise StartupError("the page pool: no memory for it where another rank of this node is")
+    return least
 
 
 def first_line(error: BaseException) -> str:

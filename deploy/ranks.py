@@ -26,6 +26,7 @@ from typing import NoReturn, TypeVar
 
 from common.config import NodeConfig
 from common.engine.errors import ModelError
+from common.engine.loader import LoadedModel
 from common.engine.parallel.group import ALONE, Group, RankGroup, meeting_point
 from common.messages import PeerMemory
 from common.node_io.settings import NodeIdentity
@@ -49,6 +50,9 @@ from deploy.supervisor import describe_exit
 
 log = logging.getLogger("node")
 
+NOTICE_S = 10.0
+"""How long rank 0 may take to notice that a rank is gone while all are starting: it may be in the
+middle of what only the lost one could end."""
 BLAME_S = 2.0
 """How long a failure of rank 0's waits for the word of a rank that may be its cause."""
 END_S = 20.0
@@ -74,7 +78,15 @@ class RankProcess:
         self.channel = RankChannel(ours)
         self.said: SimpleQueue[FromRank] = SimpleQueue()
         """Until it serves."""
-        self.channel.listen(Topic.CONTROL, lambda payload: self.said.put(decode_from_rank(payload)))
+        self.problem: str | None = None
+        """What it said of its failure."""
+        self.channel.listen(Topic.CONTROL, self._hear)
+
+    def _hear(self, payload: bytes) -> None:
+        said = decode_from_rank(payload)
+        if isinstance(said, Failed):
+            self.problem = said.error
+        self.said.put(said)
 
     def say(self, message: ToRank) -> None:
         """Nothing if it is gone, which is noticed elsewhere."""
@@ -109,7 +121,7 @@ class RankProcesses:
         self._timeout_s = config.rank_timeout_s
         self._lock = threading.Lock()
         self._serving = False
-        self._ending = False
+        self._ending = threading.Event()
         self._processes: list[RankProcess] = []
         for rank in range(1, config.tp):
             process = RankProcess(rank)
@@ -132,8 +144,9 @@ class RankProcesses:
 
     # ------------------------------------------------------------ starting
 
-    def connect(self) -> None:
-        """Wait until every rank has its part of the model, and bring them together.
+    def connect(self, model: LoadedModel) -> None:
+        """Wait until every rank has its part of the model, as rank 0 has `model`, and bring them
+        together.
 
         Raises StartupError.
         """
@@ -143,7 +156,7 @@ class RankProcesses:
             listening, port = meeting_point()
             self._say(Connect(port))
             with self.blaming():
-                self.group.connect(port, self._timeout_s, listening)
+                self.group.connect(model.device, port, self._timeout_s, listening)
 
     def memories(self) -> list[PeerMemory]:
         """Wait until every rank has pool and transfer; what each registered, from rank 1 on.
@@ -208,13 +221,15 @@ class RankProcesses:
 
     def _lost(self, process: RankProcess) -> None:
         """On its channel's thread."""
-        if self._ending:
+        if self._ending.is_set():
             return
-        ending = process.ending()
+        ending = process.problem or process.ending()
         with self._lock:
-            if not self._serving:
+            serving = self._serving
+            if not serving:
                 process.said.put(Failed(ending))
-                return
+        if not serving and self._ending.wait(NOTICE_S):
+            return
         log.critical("rank %d %s: this node ends", process.rank, ending)
         os._exit(LOST_EXIT_CODE)
 
@@ -222,7 +237,7 @@ class RankProcesses:
 
     def close(self) -> None:
         """End them in bounded time, those that are still starting at once."""
-        self._ending = True
+        self._ending.set()
         self._say(End())
         for process in self._processes:
             process.end(END_S if self._serving else 0.0)

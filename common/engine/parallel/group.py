@@ -80,17 +80,26 @@ class RankGroup:
     One thread at a time uses it, always the engine's.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device | None = None) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self._device = device or torch.device("cpu")
+        self._device = torch.device("cpu")
 
-    def connect(self, port: int, timeout_s: float, listening: socket.socket | None = None) -> None:
+    def connect(
+        self,
+        device: torch.device,
+        port: int,
+        timeout_s: float,
+        listening: socket.socket | None = None,
+    ) -> None:
         """Meet the others at rank 0's `port`; rank 0 itself is `listening` there (`meeting_point`).
+
+        `device` is this rank's, and what it shares with the others is on it.
 
         Raises RuntimeError (of torch) when they do not all come within `timeout_s`.
         """
         assert (listening is not None) == (self.rank == 0), "rank 0 is where the others meet"
+        self._device = device
         for variable in _INTERFACES:
             os.environ.setdefault(variable, "lo")
         timeout = timedelta(seconds=timeout_s)
@@ -104,12 +113,12 @@ class RankGroup:
             master_listen_fd=None if listening is None else listening.detach(),
         )
         dist.init_process_group(
-            "nccl" if self._device.type == "cuda" else "gloo",
+            "nccl" if device.type == "cuda" else "gloo",
             store=store,
             rank=self.rank,
             world_size=self.size,
             timeout=timeout,
-            device_id=self._device if self._device.type == "cuda" else None,
+            device_id=device if device.type == "cuda" else None,
         )
 
     def sum_(self, x: Tensor) -> None:

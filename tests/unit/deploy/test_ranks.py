@@ -66,7 +66,7 @@ def test_three_processes_compute_what_peft_does(model: Path, tmp_path: Path) -> 
     loader: AdapterLoader | None = None
     try:
         loaded = load(config, model, ranks.group)
-        ranks.connect()
+        ranks.connect(loaded)
         engine = build(config, loaded, ranks.group)
         loader = AdapterLoader(engine.shard, engine.slots)
         assert [memory.num_pages for memory in ranks.memories()] == [128, 128]
@@ -110,8 +110,7 @@ def test_what_keeps_a_rank_from_starting_is_said(model: Path, tmp_path: Path) ->
     config = NodeConfig(tp=2, dtype="float32", num_pages=16, max_model_len=513)
     ranks = RankProcesses(config, model, IDENTITY)
     try:
-        load(config, model, ranks.group)
-        ranks.connect()
+        ranks.connect(load(config, model, ranks.group))
         with pytest.raises(StartupError, match="rank 1: max_model_len: 513 is more than"):
             ranks.memories()
     finally:

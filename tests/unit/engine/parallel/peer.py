@@ -40,7 +40,7 @@ def make_calls(group: RankGroup) -> None:
 def main(port: int, rank: int, size: int, timeout_s: float, calls: list[str]) -> None:
     torch.set_num_threads(1)
     group = RankGroup(rank, size)
-    group.connect(port, timeout_s)
+    group.connect(torch.device("cpu"), port, timeout_s)
     for call in calls:
         match call:
             case "calls":

@@ -31,7 +31,7 @@ def joined(size: int, *calls: str) -> Iterator[RankGroup]:
     ]
     group = RankGroup(0, size)
     try:
-        group.connect(port, START_S, listening)
+        group.connect(torch.device("cpu"), port, START_S, listening)
         yield group
     finally:
         for process in peers:
