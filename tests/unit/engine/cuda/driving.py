@@ -32,6 +32,7 @@ class LateEngine(Engine):
         lora: LoraPool | None = None,
         stream: LateStream | None = None,
         max_tokens: int = 2048,
+        draws: bool = True,
     ) -> None:
         spec = loaded.model.spec
         self.page_size = page_size
@@ -47,7 +48,7 @@ class LateEngine(Engine):
         self.stream = stream or LateStream()
         self.late = CudaModelRunner(
             loaded, self.cache, self.attention(loaded), self.stream, SLOTS, max_len, lora,
-            graph_sizes=sizes, max_tokens=max_tokens,
+            graph_sizes=sizes, max_tokens=max_tokens, draws=draws,
         )  # fmt: skip
         self.runner = self.late  # type: ignore[assignment]
         self.free = random.Random(7).sample(range(num_pages), num_pages)
