@@ -56,6 +56,11 @@ class NodeConfig:
     """Share of a GPU's memory that this node may use, for weights, the work of its largest batch
     and the page pool, which gets what the others leave. Nodes on one GPU divide it: 0.4 each. Does
     not count on a CPU."""
+    transfer_staging: Literal["auto", "on", "off"] = "auto"
+    """Whether pages travel through host memory; auto does that where NIXL cannot reach a GPU's,
+    which it finds out at start by copying a page."""
+    staging_gib: float = 1.0
+    """Host memory for that, of each of the `tp` processes: pages on their way in and out."""
     prefix_cache: bool = True
     """Keep the pages of finished requests, and do not compute again what they hold."""
     max_running_requests: int = 64
@@ -135,7 +140,7 @@ class NodeConfig:
             "page_size", "max_running_requests", "chunk_size", "heartbeat_s", "router_timeout_s",
             "peer_timeout_s", "tcp_timeout_s", "lease_s", "twin_timeout_s", "transfer_timeout_s",
             "max_queued_requests", "max_loras_per_batch", "max_lora_rank", "tp",
-            "rank_timeout_s",
+            "rank_timeout_s", "staging_gib",
         )  # fmt: skip
         for field in positive:
             if getattr(self, field) <= 0:

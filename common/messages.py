@@ -168,6 +168,17 @@ class Fingerprint(Value, frozen=True, kw_only=True):
     page_size: int
 
 
+class StageArea(Value, frozen=True, kw_only=True):
+    """Host memory that takes writes in place of a pool which the network cannot reach."""
+
+    address: int
+    num_slots: int
+    """Each as large as a page."""
+    boxes_address: int
+    """What the owner says of the slots (`transfer.boxes`)."""
+    num_boxes: int
+
+
 class PeerMemory(Value, frozen=True, kw_only=True):
     """The registered page pool of one rank, as a transfer backend describes it to the other side.
 
@@ -184,6 +195,8 @@ class PeerMemory(Value, frozen=True, kw_only=True):
     num_heads: int
     device_id: int = 0
     kind: str = "DRAM"
+    stage: StageArea | None = None
+    """Where writes go in its place."""
 
 
 class NodeStats(Value, frozen=True, kw_only=True):

@@ -40,7 +40,7 @@ ANSWER_TOKENS = 64
 _SHARED = (
     "dtype", "device", "attention", "max_model_len", "page_size", "num_pages",
     "max_running_requests", "chunk_size", "max_loras_per_batch", "max_loaded_loras",
-    "max_lora_rank", "lora_drain_wait_s", "tp",
+    "max_lora_rank", "lora_drain_wait_s", "tp", "transfer_staging",
 )  # fmt: skip
 """Fields of the cluster that every node gets as they are."""
 

@@ -37,6 +37,8 @@ class ClusterConfig:
     mem_fraction: float = 0.85
     """Share of a GPU's memory that the nodes on it may use together: each gets an equal part. Does
     not count on a CPU."""
+    transfer_staging: Literal["auto", "on", "off"] = "auto"
+    """Whether pages travel through host memory; auto does that where NIXL cannot reach a GPU's."""
     tp: int = 1
     """Processes of each node that share the model; for one role alone give --tp in its own flags,
     with --threads."""

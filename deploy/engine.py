@@ -19,11 +19,9 @@ from common.engine.parallel.shards import Shard
 from common.engine.profiling import largest_batch
 from common.grammar.store import GrammarStore
 from common.kv_cache.storage import PagedKVCache
-from common.messages import Incarnation
 from deploy.errors import StartupError
-from deploy.page_pool import first_line, make_page_pool
+from deploy.page_pool import make_page_pool
 from deploy.runners import EngineRunner, make_runner
-from transfer.nixl import NixlTransfer
 
 log = logging.getLogger("node")
 
@@ -90,26 +88,6 @@ def choose_max_model_len(asked: int | None, limit: int) -> int:
     if asked > limit:
         raise StartupError(f"max_model_len: {asked} is more than the model's {limit} positions")
     return asked
-
-
-def register(config: NodeConfig, engine: Engine, incarnation: Incarnation) -> NixlTransfer:
-    """Register this rank's pool with NIXL. Raises StartupError."""
-    cache, rank = engine.cache, engine.shard.rank
-    name = f"{incarnation}-rank{rank}" if rank else incarnation
-    params = parse_params(config.nixl_params)
-    try:
-        return NixlTransfer(
-            cache.base_address,
-            cache.num_pages,
-            cache.page_bytes,
-            name,
-            params,
-            num_layers=cache.num_layers,
-            first_head=engine.shard.kv_heads.start,
-            num_heads=cache.num_kv_heads,
-        )
-    except Exception as error:  # NIXL's own kinds, none of which tells more than its text
-        raise StartupError(f"NIXL could not register the pool: {first_line(error)}") from error
 
 
 def parse_params(given: tuple[str, ...] | list[str]) -> dict[str, str]:

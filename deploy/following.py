@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from common.engine.cpu import set_num_threads
+from common.engine.device import choose_device
 from common.engine.errors import ModelError
 from common.engine.lora.loader import AdapterLoader
 from common.engine.parallel.adapters import serve_adapters
@@ -14,7 +15,7 @@ from common.engine.parallel.following import FollowingRunner
 from common.engine.parallel.group import RankGroup
 from common.logs import setup_logging
 from common.rank_channel import RankChannel, Topic
-from deploy.engine import Engine, build, load, register
+from deploy.engine import Engine, build, load
 from deploy.errors import StartupError
 from deploy.rank_messages import (
     Connect,
@@ -28,6 +29,7 @@ from deploy.rank_messages import (
     WarmUp,
     encode,
 )
+from deploy.registration import register
 from deploy.runners import EngineRunner
 from transfer.rank_transfer import serve_transfer
 
@@ -58,7 +60,7 @@ def follow(setup: Setup, channel: RankChannel, take: Take) -> int:
 def _start(setup: Setup, channel: RankChannel, take: Take, stack: ExitStack) -> Engine:
     config = setup.config
     set_num_threads(config.threads)
-    group = RankGroup(setup.rank, config.tp)
+    group = RankGroup(setup.rank, config.tp, choose_device(config.device, setup.rank))
     model = load(config, Path(setup.model), group)
     _say(channel, Loaded())
     order = take()

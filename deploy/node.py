@@ -49,9 +49,10 @@ from common.steps import Runner
 from decode_node.scheduler import DecodeScheduler
 from deploy.access import node_keys
 from deploy.default_model import resolve_model
-from deploy.engine import Engine, build, load, parse_params, register
+from deploy.engine import Engine, build, load, parse_params
 from deploy.errors import StartupError
 from deploy.ranks import RankProcesses
+from deploy.registration import register
 from prefill_node.scheduler import PrefillScheduler
 from transfer.rank_transfer import RemoteTransfer
 from transfer.sharded import ShardedTransfer

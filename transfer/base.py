@@ -31,7 +31,14 @@ class TransferBackend(Protocol):
     `PieceLanded` tells of each but the last.
 
     **Leases.** A `Write` is posted only while `clock() < until` of its peer's newest `RenewLease`,
-    checked right before posting. Without a `RenewLease` since `AddPeer` nothing is posted.
+    checked right before posting. Without a `RenewLease` since `AddPeer` nothing is posted. A write
+    that waits for anything before it can be posted fails once its lease is over.
+
+    **Fences.** A backend with a fence posts no `Write` before what was computed until its `submit`
+    has finished. It then holds back what follows for the same peer, but for renewed leases.
+
+    **Stages.** Where pages go through host memory a `Write` is done, and notifies, when they are in
+    the pool; what is said of pages above holds for both the pool's and the ring's.
 
     **Peers.** Commands for one peer take effect in the order of submission. `AddPeer` of a known
     peer with equal memories answers `PeerAdded` again and keeps its lease; with others, or after a

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import msgspec
 
 from common.messages import Fingerprint, PeerMemory
+from transfer.boxes import MAX_SLOTS, WORD_BYTES
 from transfer.head_ranges import HeadRange, ranges_problem
+from transfer.slots import LEAST_SLOTS
 
 MAX_PAGES = 1 << 24
 """More pages than any real pool has: what a peer claims sizes arrays here."""
@@ -68,6 +70,35 @@ def memory_problem(memory: PeerMemory, head_bytes: int) -> str | None:
     if not memory.agent_name or len(memory.metadata) > MAX_METADATA_BYTES:
         return f"no agent: {memory.agent_name[:80]!r}, {len(memory.metadata)} bytes of metadata"
     return None
+
+
+def stage_problem(memory: PeerMemory) -> str | None:
+    """Why writes cannot go to a pool's stage in its place; None if they can, or there is none."""
+    stage = memory.stage
+    if stage is None:
+        return None
+    if not LEAST_SLOTS <= stage.num_slots <= MAX_SLOTS or stage.address <= 0:
+        return f"no usable stage: {stage.num_slots} pages at {stage.address:#x}"
+    if stage.num_boxes != memory.num_pages * memory.num_heads or stage.boxes_address <= 0:
+        return f"no usable boxes: {stage.num_boxes} at {stage.boxes_address:#x}"
+    if stage.address + stage.num_slots * memory.page_bytes >= 1 << 64:
+        return "the stage exceeds the address space"
+    if stage.boxes_address + stage.num_boxes * WORD_BYTES >= 1 << 64:
+        return "the boxes exceed the address space"
+    return None
+
+
+def write_problem(
+    source_pages: Sequence[int], target_pages: Sequence[int], num_own: int, num_theirs: int
+) -> str | None:
+    """Why pages of a pool of `num_own` cannot go into those of one of `num_theirs`."""
+    if not source_pages or len(source_pages) != len(target_pages):
+        return f"{len(source_pages)} pages into {len(target_pages)}"
+    problem = page_ids_problem(source_pages, num_own)
+    if problem is not None:
+        return f"source: {problem}"
+    problem = page_ids_problem(target_pages, num_theirs)
+    return None if problem is None else f"target: {problem}"
 
 
 def page_ids_problem(pages: Sequence[int], num_pages: int) -> str | None:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.messages import PeerMemory
+from transfer.boxes import WORD_BYTES
 from transfer.handshake import heads_of
 from transfer.head_ranges import HeadRange
 
@@ -85,3 +86,12 @@ def _head_rows(memory: PeerMemory, num_layers: int, heads: HeadRange, pages: Seq
 def _starts(memory: PeerMemory, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
     """Addresses of pages."""
     return np.uint64(memory.base_address) + ids.astype(np.uint64) * np.uint64(memory.page_bytes)
+
+
+def word_rows(address: int, count: int) -> Rows:
+    """The descriptors of `count` words of 8 bytes each in host memory."""
+    rows = np.empty((count, 3), dtype=np.uint64)
+    rows[:, 0] = np.uint64(address) + np.arange(count, dtype=np.uint64) * np.uint64(WORD_BYTES)
+    rows[:, 1] = WORD_BYTES
+    rows[:, 2] = 0
+    return rows

@@ -15,9 +15,14 @@ from dataclasses import dataclass, field
 
 from common.messages import Incarnation, PeerMemory
 from common.plan import TransferCommand, TransferEvent, Write
+from transfer.boxes import Boxes
+from transfer.courier import Fence, fenced, refusals
+from transfer.fences import FencedCourier
 from transfer.handshake import heads_of
 from transfer.layout import check_layout, common_rows, page_rows
 from transfer.poster import Poster, WriteState
+from transfer.stage import PageStage
+from transfer.staging import StagedCourier, inner_memory, stage_area
 
 CLOSED = "this node's transfer is closed"
 
@@ -42,7 +47,9 @@ class Endpoint:
 
     name: str
     pool: memoryview
+    """What peers may write to."""
     base_address: int
+    boxes: Boxes | None = None
     inbox: list[bytes] = field(default_factory=list)
     wake: Callable[[], None] | None = None
 
@@ -52,7 +59,7 @@ class Endpoint:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A posted write."""
+    """A posted write, a look into boxes, or a notification alone."""
 
     source: Endpoint
     target: str
@@ -63,6 +70,9 @@ class Flight:
     fails: bool
     hangs: bool
     acknowledged: bool
+    boxes: tuple[int, ...]
+    """To be read."""
+    words: list[int] = field(default_factory=list)
     state: WriteState = WriteState.POSTED
     error: str = ""
 
@@ -126,9 +136,14 @@ class MemoryFabric:
         return agent_name in self._endpoints
 
     def post(
-        self, source: Endpoint, target: str, parts: list[tuple[int, int, int]], notification: bytes
+        self,
+        source: Endpoint,
+        target: str,
+        parts: list[tuple[int, int, int]],
+        notification: bytes,
+        boxes: tuple[int, ...] = (),
     ) -> Flight:
-        """`parts` as in `Flight`. Raises ConnectionError if either side is gone."""
+        """`parts` and `boxes` as in `Flight`. Raises ConnectionError if either side is gone."""
         with self.lock:
             for name in (source.name, target):
                 if name not in self._endpoints:
@@ -144,6 +159,7 @@ class MemoryFabric:
                 fails=draw.random() < faults.failure,
                 hangs=draw.random() < faults.hang,
                 acknowledged=draw.random() >= faults.lost_acknowledgement,
+                boxes=boxes,
             )
             self._flights.append(flight)
             return flight
@@ -166,11 +182,19 @@ class MemoryFabric:
         else:
             while flight.remaining:
                 self._copy(flight, target)
+            self._arrive(flight, target)
+            lost = "the connection broke (planted) after the bytes"
+            self._end(flight, None if flight.acknowledged else lost)
+
+    def _arrive(self, flight: Flight, target: Endpoint) -> None:
+        """All its bytes are in place."""
+        if flight.boxes:
+            assert target.boxes is not None, "nobody looks into boxes that were not described"
+            flight.words = [int(target.boxes.words[box]) for box in flight.boxes]
+        if flight.notification:
             target.inbox.append(flight.notification)
             if target.wake is not None:
                 target.wake()
-            lost = "the connection broke (planted) after the bytes"
-            self._end(flight, None if flight.acknowledged else lost)
 
     def _copy(self, flight: Flight, target: Endpoint) -> None:
         here, there, length = flight.remaining.pop()
@@ -218,6 +242,16 @@ class MemoryAgent:
         parts = [(h[0], t[0], h[1]) for h, t in zip(here, there, strict=True)]
         return self._fabric.post(self._endpoint, memory.agent_name, parts, write.notification)
 
+    def notify(self, memory: PeerMemory, payload: bytes) -> None:
+        """Nobody is told if it is lost."""
+        self._fabric.post(self._endpoint, memory.agent_name, [], payload)
+
+    def look(self, memory: PeerMemory, boxes: Sequence[int]) -> Flight:
+        return self._fabric.post(self._endpoint, memory.agent_name, [], b"", tuple(boxes))
+
+    def words(self, handle: Flight) -> Sequence[int]:
+        return handle.words
+
     def state(self, handle: Flight) -> WriteState:
         return handle.state
 
@@ -248,26 +282,35 @@ class MemoryTransfer:
         num_layers: int = 1,
         first_head: int = 0,
         num_heads: int = 1,
+        fence: Fence | None = None,
+        stage: PageStage | None = None,
     ) -> None:
         flat = pool.cast("B")
         if flat.readonly or len(flat) % page_bytes or not len(flat):
             raise ValueError(f"{len(flat)} bytes are not writable pages of {page_bytes}")
         name = f"pdserve-{incarnation}"
+        num_pages = len(flat) // page_bytes
+        boxes = None if stage is None else Boxes(num_pages, num_heads)
         # A stand-in for an address: 0 would be no usable pool.
         self._memory = PeerMemory(
             agent_name=name,
             metadata=MemoryAgent.metadata(name),
             base_address=page_bytes,
-            num_pages=len(flat) // page_bytes,
+            num_pages=num_pages,
             page_bytes=page_bytes,
             first_head=first_head,
             num_heads=num_heads,
+            stage=stage_area(stage, boxes),
         )
         check_layout(self._memory, num_layers)
         self._fabric = fabric
-        self._endpoint = Endpoint(name, flat, self._memory.base_address)
-        agent = MemoryAgent(fabric, self._endpoint, self._memory, num_layers)
-        self._poster = Poster(agent, self._memory, clock)
+        self._fence = fence
+        inner = inner_memory(self._memory)
+        reached = flat if stage is None else stage.buffer
+        self._endpoint = Endpoint(name, reached, inner.base_address, boxes)
+        poster = Poster(MemoryAgent(fabric, self._endpoint, inner, num_layers), inner, clock)
+        self._courier = FencedCourier(StagedCourier(poster, self._memory, clock, stage, boxes))
+        self._refused: list[TransferEvent] = []
         self._closed = False
         fabric.attach(self._endpoint)
 
@@ -281,10 +324,10 @@ class MemoryTransfer:
     def submit(self, commands: Sequence[TransferCommand]) -> None:
         with self._fabric.lock:
             if self._closed:
-                self._poster.refuse(commands, CLOSED)
+                self._refused += refusals(commands, CLOSED)
             else:
-                for command in commands:
-                    self._poster.handle(command)
+                for order in fenced(commands, self._fence):
+                    self._courier.handle(order)
         self._wake()
 
     def poll(self) -> list[TransferEvent]:
@@ -292,18 +335,20 @@ class MemoryTransfer:
             if not self._closed:
                 if self._fabric.auto_step:
                     self._fabric.step()
-                self._poster.progress()
-                if self._fabric.auto_step and self._poster.num_posted:
+                self._courier.progress()
+                if self._fabric.auto_step and self._courier.num_open:
                     self._wake()  # time passes only in polls: come back
-            return self._poster.take_events()
+            refused, self._refused = self._refused, []
+            return self._courier.take_events() + refused
 
     def close(self) -> None:
         with self._fabric.lock:
             if self._closed:
                 return
-            self._poster.progress()
+            self._courier.stop(CLOSED)
+            self._courier.progress()
             self._fabric.detach(self._endpoint.name)
-            self._poster.abandon(CLOSED)
+            self._courier.abandon(CLOSED)
             self._closed = True
         self._wake()
 

@@ -18,7 +18,7 @@ becomes of it then is `transfer.kept_peers`' business.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Generic, Protocol, TypeVar, assert_never
@@ -38,7 +38,8 @@ from common.plan import (
     WriteDone,
     WriteFailed,
 )
-from transfer.handshake import heads_of, memory_problem, page_ids_problem
+from transfer.courier import refusals
+from transfer.handshake import heads_of, memory_problem, write_problem
 from transfer.kept_peers import KeptPeers
 
 ASKED_PER_ROUND = 16
@@ -73,7 +74,20 @@ class WriteAgent(Protocol[Handle]):
         ...
 
     def post(self, memory: PeerMemory, write: Write) -> Handle:
-        """Start a write; may block. Nothing is posted when it raises."""
+        """Start a write; may block. Nothing is posted when it raises. An empty notification is
+        none."""
+        ...
+
+    def notify(self, memory: PeerMemory, payload: bytes) -> None:
+        """Send a notification that has no write, and no order."""
+        ...
+
+    def look(self, memory: PeerMemory, boxes: Sequence[int]) -> Handle:
+        """Start to read words of a pool's boxes; nothing is posted when it raises."""
+        ...
+
+    def words(self, handle: Handle) -> Sequence[int]:
+        """What a look that is `LANDED` has read; asked once, before the next `look`."""
         ...
 
     def state(self, handle: Handle) -> WriteState:
@@ -87,6 +101,14 @@ class WriteAgent(Protocol[Handle]):
     def notifications(self) -> list[bytes]:
         """Those that came since the last call."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What stands in a peer's boxes (`transfer.boxes`)? It is in order with nothing."""
+
+    peer: Incarnation
+    boxes: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -104,7 +126,7 @@ class _Peer:
 
 @dataclass(slots=True)
 class _Posted(Generic[Handle]):
-    write: Write
+    what: Write | Look
     peer: _Peer
     handle: Handle
     posted_at: float
@@ -128,11 +150,12 @@ class Poster(Generic[Handle]):
         self._peers: dict[Incarnation, _Peer] = {}
         self._posted: deque[_Posted[Handle]] = deque()
         self._events: deque[TransferEvent] = deque()
+        self._looks: list[tuple[Look, Sequence[int]]] = []
         self.expecting = False
         """Whether peers' writes into this side are due (`ExpectWrites`)."""
 
     @property
-    def num_posted(self) -> int:
+    def num_open(self) -> int:
         return len(self._posted)
 
     def take_events(self) -> list[TransferEvent]:
@@ -214,29 +237,31 @@ class Poster(Generic[Handle]):
         if refusal is not None:
             self._fail(write, refusal)
             return
+        self._post(write, peer, lambda: self._agent.post(peer.memory, write))
+
+    def _post(self, what: Write | Look, peer: _Peer, start: Callable[[], Handle]) -> bool:
+        """Whether it is posted; if not, the peer is lost."""
         posted_at = self._clock()
         try:
-            handle = self._agent.post(peer.memory, write)
+            handle = start()
         except Exception as error:
-            self._fail(write, describe(error))
-            self._break(write.peer, peer, describe(error))
-            return
+            if isinstance(what, Write):
+                self._fail(what, describe(error))
+            self._break(what.peer, peer, describe(error))
+            return False
         peer.num_posted += 1
-        self._posted.append(_Posted(write, peer, handle, posted_at))
+        self._posted.append(_Posted(what, peer, handle, posted_at))
+        return True
 
     def _fail(self, write: Write, error: str) -> None:
         self._events.append(WriteFailed(write.room, write.chunk, error))
 
     def _refusal(self, write: Write, peer: _Peer) -> str | None:
         """Why nothing may be posted. The lease is read last: it is the one that runs out."""
-        if not write.source_pages or len(write.source_pages) != len(write.target_pages):
-            return f"{len(write.source_pages)} pages into {len(write.target_pages)}"
-        problem = page_ids_problem(write.source_pages, self._memory.num_pages)
+        pages = self._memory.num_pages, peer.memory.num_pages
+        problem = write_problem(write.source_pages, write.target_pages, *pages)
         if problem is not None:
-            return f"source: {problem}"
-        problem = page_ids_problem(write.target_pages, peer.memory.num_pages)
-        if problem is not None:
-            return f"target: {problem}"
+            return problem
         if peer.lease_until is None or self._clock() >= peer.lease_until:
             return "the peer's lease is over"
         return None
@@ -256,18 +281,22 @@ class Poster(Generic[Handle]):
         state = self._agent.state(posted.handle)
         if state is WriteState.POSTED:
             return False
-        write, peer = posted.write, posted.peer
+        what, peer = posted.what, posted.peer
         peer.num_posted -= 1
-        if state is WriteState.LANDED:
-            num_bytes = len(write.source_pages) * peer.bytes_a_page
-            seconds = self._clock() - posted.posted_at
-            self._events.append(WriteDone(write.room, write.chunk, num_bytes, seconds))
-            if peer.leaving:
-                self._forget_if_drained(write.peer, peer)
-        else:
+        if state is not WriteState.LANDED:
             error = self._agent.error(posted.handle)
-            self._fail(write, error)
-            self._break(write.peer, peer, error)
+            if isinstance(what, Write):
+                self._fail(what, error)
+            self._break(what.peer, peer, error)
+            return True
+        if isinstance(what, Write):
+            num_bytes = len(what.source_pages) * peer.bytes_a_page
+            seconds = self._clock() - posted.posted_at
+            self._events.append(WriteDone(what.room, what.chunk, num_bytes, seconds))
+        else:
+            self._looks.append((what, self._agent.words(posted.handle)))
+        if peer.leaving:
+            self._forget_if_drained(what.peer, peer)
         return True
 
     def _break(self, incarnation: Incarnation, peer: _Peer, error: str) -> None:
@@ -288,22 +317,53 @@ class Poster(Generic[Handle]):
         for command in peer.waiting:
             self.handle(command)
 
+    # ------------------------------------------------------------ for staging
+
+    def may_post(self, name: Incarnation) -> bool:
+        """Whether a write to this peer would be posted now."""
+        peer = self._peers.get(name)
+        if peer is None or peer.leaving or peer.lease_until is None:
+            return False
+        return self._clock() < peer.lease_until
+
+    def notify(self, name: Incarnation, payload: bytes) -> None:
+        """Send a notification that has no write; a peer that is gone gets none."""
+        peer = self._peers.get(name)
+        if peer is None or peer.leaving:
+            return
+        try:
+            self._agent.notify(peer.memory, payload)
+        except Exception as error:
+            self._break(name, peer, describe(error))
+
+    def look(self, look: Look) -> bool:
+        """Begin to look; whether it was possible. What was seen comes in `take_looks`."""
+        peer = self._peers.get(look.peer)
+        if peer is None or peer.leaving:
+            return False
+        return self._post(look, peer, lambda: self._agent.look(peer.memory, look.boxes))
+
+    def take_looks(self) -> list[tuple[Look, Sequence[int]]]:
+        """The words that were read since the last call."""
+        looks, self._looks = self._looks, []
+        return looks
+
     # ------------------------------------------------------------ the end
+
+    def stop(self, reason: str) -> None:
+        """End what waits for a peer to leave."""
+        for peer in self._peers.values():
+            self._events += refusals(peer.waiting, reason)
+            peer.waiting.clear()
 
     def abandon(self, reason: str) -> None:
         """End everything that has not ended, on the way to destroying the library's agent.
 
         The caller hands the events out only when that is done.
         """
-        for posted in self._posted:
-            self._fail(posted.write, reason)
-        for peer in self._peers.values():
-            self.refuse(peer.waiting, reason)
+        self._events += refusals(
+            (p.what for p in self._posted if isinstance(p.what, Write)), reason
+        )
+        self.stop(reason)
         self._posted.clear()
         self._peers.clear()
-
-    def refuse(self, commands: Iterable[TransferCommand], reason: str) -> None:
-        """End commands that will not be carried out."""
-        for command in commands:
-            if isinstance(command, Write):
-                self._fail(command, reason)

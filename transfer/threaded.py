@@ -14,8 +14,13 @@ from typing import Generic, Protocol, TypeVar
 from common.mailbox import Mailbox
 from common.messages import PeerMemory
 from common.plan import RenewLease, TransferCommand, TransferEvent
+from transfer.boxes import Boxes
+from transfer.courier import Fence, Order, fenced, refusals
+from transfer.fences import FencedCourier
 from transfer.pacing import Pacing
 from transfer.poster import Poster, WriteAgent
+from transfer.stage import PageStage
+from transfer.staging import StagedCourier, inner_memory
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +35,10 @@ FAULT_PAUSE_S = 0.5
 CLOSED = "this node's transfer is closed"
 
 Handle = TypeVar("Handle")
+
+
+def nothing() -> None:
+    """What most threads need to begin with."""
 
 
 class ClosableAgent(WriteAgent[Handle], Protocol[Handle]):
@@ -47,12 +56,21 @@ class ThreadedTransfer(Generic[Handle]):
         memory: PeerMemory,
         clock: Callable[[], float],
         pacing: Pacing,
+        *,
+        fence: Fence | None = None,
+        stage: PageStage | None = None,
+        boxes: Boxes | None = None,
+        prepare_thread: Callable[[], None] = nothing,
     ) -> None:
+        """`memory`: this rank's pool; what the agent knows of it is `stage`, where there is one."""
         self._agent = agent
         self._memory = memory
-        self._poster = Poster(agent, memory, clock)
+        poster = Poster(agent, inner_memory(memory), clock)
+        self._courier = FencedCourier(StagedCourier(poster, memory, clock, stage, boxes))
+        self._fence = fence
+        self._prepare_thread = prepare_thread
         self._pacing = pacing
-        self._mail: Mailbox[TransferCommand, TransferEvent] = Mailbox()
+        self._mail: Mailbox[Order, TransferEvent] = Mailbox()
         self._closing = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="transfer", daemon=True)
@@ -68,7 +86,7 @@ class ThreadedTransfer(Generic[Handle]):
         self._thread.start()
 
     def submit(self, commands: Sequence[TransferCommand]) -> None:
-        self._mail.post(commands)
+        self._mail.post(fenced(commands, self._fence))
         if self._closed:
             self._end_queued()
 
@@ -90,25 +108,27 @@ class ThreadedTransfer(Generic[Handle]):
         if self._thread.is_alive():
             log.error("the transfer thread is stuck in NIXL; its writes have no known end")
             return
-        self._poster.abandon(CLOSED)  # lets go of the handles, which would keep the agent alive
+        self._courier.abandon(CLOSED)  # lets go of the handles, which would keep the agent alive
         self._agent.close()
         self._closed = True
         self._end_queued()
 
     def _end_queued(self) -> None:
         """End commands that no thread will read any more."""
-        for command in self._mail.unread():
-            self._poster.refuse([command], CLOSED)
+        refused = refusals(self._mail.unread(), CLOSED)
+        if refused:
+            self._mail.publish(refused)
         self._publish()
 
     # ------------------------------------------------------------ the transfer thread
 
     def _run(self) -> None:
+        self._prepare_thread()
         last_happening = time.monotonic()
         while not self._closing.is_set():
             pause_s = self._pacing.pause_s(
-                num_posted=self._poster.num_posted,
-                expecting=self._poster.expecting,
+                num_posted=self._courier.num_open,
+                expecting=self._courier.expecting,
                 quiet_s=time.monotonic() - last_happening,
             )
             try:
@@ -123,16 +143,17 @@ class ThreadedTransfer(Generic[Handle]):
             log.exception("the transfer thread could not wait for its posted writes")
 
     def _drain(self) -> None:
+        self._courier.stop(CLOSED)
         deadline = time.monotonic() + DRAIN_S
-        while self._poster.num_posted and time.monotonic() < deadline:
-            self._poster.progress()
+        while self._courier.num_open and time.monotonic() < deadline:
+            self._courier.progress()
             self._publish()
             time.sleep(self._pacing.posted_s)
 
     def _turn(self, pause_s: float) -> bool:
         """Sleep, work off what was submitted, look. Says whether anything happened."""
         worked = self._work_off(pause_s)
-        self._poster.progress()
+        self._courier.progress()
         return self._publish() or worked
 
     def _work_off(self, pause_s: float) -> bool:
@@ -148,7 +169,7 @@ class ThreadedTransfer(Generic[Handle]):
             return False
         look_at = time.monotonic() + LOOK_INTERVAL_S
         while command is not None:
-            self._poster.handle(command)
+            self._courier.handle(command)
             worked |= not isinstance(command, RenewLease)
             if self._closing.is_set() or time.monotonic() > look_at:
                 break
@@ -159,7 +180,7 @@ class ThreadedTransfer(Generic[Handle]):
         return worked
 
     def _publish(self) -> bool:
-        events = self._poster.take_events()
+        events = self._courier.take_events()
         if events:
             self._mail.publish(events)
         return bool(events)

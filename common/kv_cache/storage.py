@@ -77,6 +77,11 @@ class PagedKVCache:
         return self.tensor.device
 
     @property
+    def memory_kind(self) -> str:
+        """As transfers call it."""
+        return "VRAM" if self.tensor.is_cuda else "DRAM"
+
+    @property
     def page_bytes(self) -> int:
         return math.prod(self.tensor.shape[1:]) * self.tensor.element_size()
 

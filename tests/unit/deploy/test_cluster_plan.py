@@ -68,6 +68,7 @@ def test_shared_settings_reach_every_node() -> None:
     shared = {"dtype": "float32", "max_model_len": 64, "page_size": 8, "num_pages": 32}
     shared |= {"max_loras_per_batch": 3, "max_loaded_loras": 5, "max_lora_rank": 32}
     shared |= {"lora_drain_wait_s": 0.5, "device": "cuda:1", "attention": "triton"}
+    shared |= {"transfer_staging": "on"}
     config = ClusterConfig(**shared, max_running_requests=4, chunk_size=128)  # type: ignore[arg-type]
     plan = plan_cluster(config, MODEL)
     for node in (prefill(plan, 0), decode(plan, 0)):

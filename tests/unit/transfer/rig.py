@@ -24,7 +24,9 @@ from common.plan import (
     WriteFailed,
 )
 from common.rank_channel import RankChannel
+from tests.unit.transfer.slow_stage import SlowStage
 from transfer.base import TransferBackend
+from transfer.courier import Fence
 from transfer.head_ranges import HeadRange, cut
 from transfer.memory import MemoryFabric, MemoryTransfer
 from transfer.nixl import NixlTransfer
@@ -115,9 +117,19 @@ class Rig:
     """Makes sides, and the moves between them. `source`, `target`: the ranks of sides so named."""
 
     def __init__(
-        self, source: Ranges = WHOLE, target: Ranges = WHOLE, *, channels: bool = False
+        self,
+        source: Ranges = WHOLE,
+        target: Ranges = WHOLE,
+        *,
+        channels: bool = False,
+        staged: str = "",
+        fence: Fence | None = None,
     ) -> None:
         self.ranges = {"source": source, "target": target}
+        self.staged = staged
+        """Names the sides whose pages go through host memory."""
+        self.fence = fence
+        self.stages: list[SlowStage] = []
         self.channels = channels
         """Ranks other than the first are reached as those of other processes are."""
         self.clock_offset = 0.0
@@ -135,6 +147,13 @@ class Rig:
     def backend(self, part: npt.NDArray[np.uint8], name: str, first_head: int) -> TransferBackend:
         """Of one rank, over [pages, NUM_LAYERS, 2, its heads, TILE_BYTES]."""
         raise NotImplementedError
+
+    def stage(self, part: npt.NDArray[np.uint8], name: str) -> SlowStage | None:
+        """Of one rank, if its side stages."""
+        if name.partition("-")[0] not in self.staged:
+            return None
+        self.stages.append(SlowStage(part))
+        return self.stages[-1]
 
     def side(self, incarnation: str, seed: int = 0) -> Side:
         """`incarnation` begins with `source` or `target`."""
@@ -189,10 +208,8 @@ class Rig:
 
 
 class MemoryRig(Rig):
-    def __init__(
-        self, source: Ranges = WHOLE, target: Ranges = WHOLE, *, channels: bool = False
-    ) -> None:
-        super().__init__(source, target, channels=channels)
+    def __init__(self, *ranges: Ranges, **settings: Any) -> None:
+        super().__init__(*ranges, **settings)
         self.fabric = MemoryFabric(seed=1)
 
     def backend(self, part: npt.NDArray[np.uint8], name: str, first_head: int) -> TransferBackend:
@@ -205,6 +222,8 @@ class MemoryRig(Rig):
             num_layers=NUM_LAYERS,
             first_head=first_head,
             num_heads=part.shape[3],
+            fence=self.fence,
+            stage=self.stage(part, name),
         )
 
 
@@ -220,6 +239,8 @@ class NixlRig(Rig):
             first_head=first_head,
             num_heads=part.shape[3],
             clock=self.clock,
+            fence=self.fence,
+            stage=self.stage(part, name),
         )
 
 

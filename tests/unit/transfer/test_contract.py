@@ -1,6 +1,7 @@
 """The contract of `transfer.base`, kept by both libraries and between nodes of any ranks."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -39,19 +40,25 @@ RANKS = {
     "2 to 3": (HALVES, UNEVEN),
     "replicas": (REPLICAS, REPLICAS),
 }
-CASES = [(kind, ranks, False) for kind in (MemoryRig, NixlRig) for ranks in RANKS]
-CASES += [(MemoryRig, "2 to 3", True), (NixlRig, "2 to 2", True)]
+BOTH = "source and target"
+Case = tuple[type[Rig], str, dict[str, Any]]
+CASES: list[Case] = [(kind, ranks, {}) for kind in (MemoryRig, NixlRig) for ranks in RANKS]
+CASES += [(MemoryRig, "2 to 3", {"channels": True}), (NixlRig, "2 to 2", {"channels": True})]
+CASES += [(MemoryRig, "1 to 1", {"staged": who}) for who in ("source", "target", BOTH)]
+CASES += [(MemoryRig, ranks, {"staged": BOTH}) for ranks in ("2 to 3", "replicas")]
+CASES += [(NixlRig, "1 to 1", {"staged": who}) for who in ("source", "target", BOTH)]
+CASES += [(NixlRig, "2 to 1", {"staged": BOTH})]
 
 
-def case_name(case: tuple[type[Rig], str, bool]) -> str:
-    kind, ranks, channels = case
-    return f"{kind.__name__} {ranks}{' by channels' if channels else ''}"
+def case_name(case: Case) -> str:
+    kind, ranks, settings = case
+    return " ".join([kind.__name__, ranks, *(f"{key} {settings[key]}" for key in settings)])
 
 
 @pytest.fixture(params=CASES, ids=case_name)
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    kind, ranks, channels = request.param
-    made: Rig = kind(*RANKS[ranks], channels=channels)
+    kind, ranks, settings = request.param
+    made: Rig = kind(*RANKS[ranks], **settings)
     yield made
     made.close()
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -24,7 +25,7 @@ from common.plan import (
 from tests.unit.transfer.rig import write
 from transfer.kept_peers import KeptPeers
 from transfer.pacing import Pacing
-from transfer.poster import ASKED_PER_ROUND, Poster, WriteState
+from transfer.poster import ASKED_PER_ROUND, Look, Poster, WriteState
 from transfer.threaded import ThreadedTransfer
 
 MEMORY = PeerMemory(
@@ -51,6 +52,8 @@ class ScriptedAgent:
     arrived: list[bytes] = field(default_factory=list)
     broken_looks: int = 0
     closed: bool = False
+    notified: list[bytes] = field(default_factory=list)
+    looked: list[int] = field(default_factory=list)
 
     def add_peer(self, memory: PeerMemory) -> None:
         if self.refuses:
@@ -70,6 +73,21 @@ class ScriptedAgent:
             self.post_takes.wait(10)
         self.posted.append(write.room)
         return write.room
+
+    def notify(self, memory: PeerMemory, payload: bytes) -> None:
+        if self.refuses:
+            raise RuntimeError("no")
+        self.notified.append(payload)
+
+    def look(self, memory: PeerMemory, boxes: Sequence[int]) -> int:
+        if self.refuses:
+            raise RuntimeError("no")
+        self.posted.append(-1)
+        self.looked = [10 * box for box in boxes]
+        return -1
+
+    def words(self, handle: int) -> Sequence[int]:
+        return self.looked
 
     def state(self, handle: int) -> WriteState:
         assert handle in self.posted, "asked after its final answer"
@@ -215,7 +233,45 @@ def test_every_posted_write_gets_its_turn() -> None:
     agent.states = dict.fromkeys(rooms, WriteState.LANDED)
     ended = [event for _ in range(3) for event in look(poster)]
     assert len(ended) == len(rooms) - 1
-    assert poster.num_posted == 0
+    assert poster.num_open == 0
+
+
+def test_a_look_tells_what_stands_there_and_breaks_like_a_write() -> None:
+    agent, poster = linked()
+    assert poster.look(Look("p", (3, 5)))
+    assert poster.num_open == 1
+    agent.states[-1] = WriteState.LANDED
+    assert look(poster) == []
+    assert poster.take_looks() == [(Look("p", (3, 5)), [30, 50])]
+    assert poster.take_looks() == []
+    agent.states[-1] = WriteState.BROKEN
+    assert poster.look(Look("p", (3,)))
+    assert look(poster) == [PeerFailed("p", "broke -1")]
+    assert agent.known == []
+    assert not poster.look(Look("p", (3,))), "nobody is there"
+    assert not poster.may_post("p")
+
+
+def test_a_notification_that_cannot_be_sent_loses_the_peer() -> None:
+    agent, poster = linked()
+    poster.notify("p", b"hello")
+    assert agent.notified == [b"hello"]
+    poster.notify("nobody", b"hello")
+    agent.refuses = True
+    poster.notify("p", b"hello")
+    assert poster.take_events() == [PeerFailed("p", "RuntimeError: no")]
+
+
+def test_a_peer_that_leaves_waits_for_its_looks() -> None:
+    agent, poster = linked()
+    poster.look(Look("p", (1,)))
+    poster.handle(RemovePeer("p"))
+    poster.handle(AddPeer("p", (MEMORY,)))
+    poster.notify("p", b"to nobody")
+    assert look(poster) == []
+    agent.states[-1] = WriteState.LANDED
+    assert look(poster) == [PeerAdded("p")]
+    assert agent.notified == []
 
 
 def test_abandoning_ends_posted_and_waiting_writes() -> None:
@@ -224,7 +280,7 @@ def test_abandoning_ends_posted_and_waiting_writes() -> None:
         poster.handle(command)
     poster.abandon("closed")
     assert poster.take_events() == [WriteFailed(1, 0, "closed"), WriteFailed(2, 0, "closed")]
-    assert poster.num_posted == 0
+    assert poster.num_open == 0
 
 
 def threaded(agent: ScriptedAgent) -> ThreadedTransfer[int]:

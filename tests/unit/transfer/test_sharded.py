@@ -222,7 +222,7 @@ def test_a_peer_named_like_another_peers_rank_gets_nothing_of_it(
 def test_a_hint_reaches_every_rank(rig: MemoryRig, target: Side) -> None:
     target.transfer.submit([ExpectWrites(True)])
     assert all(
-        backend._poster.expecting
+        backend._courier.expecting
         for backend in target.transfer._backends  # type: ignore[attr-defined]
     )
 

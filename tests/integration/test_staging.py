@@ -1,0 +1,61 @@
+"""Nodes whose pages go through host memory give transformers' greedy tokens, whoever stages.
+
+Without a GPU the stage stands before a pool that is in host memory itself; all else is as it would
+be: rings, questions, boxes, and NIXL between processes.
+"""
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.cluster_fixture import cluster
+from tests.integration.client import client
+from tests.integration.oracle import Oracle, random_prompt
+from tests.tiny_models import MAX_POSITIONS, make_tiny_model
+
+PAGE, CHUNK = 16, 48
+ON = "--transfer-staging on --staging-gib 0.0001"
+"""A ring of 17 pages of the tiny model, or twice as many half pages."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.mark.parametrize(
+    ("prefill_args", "decode_args"),
+    [
+        (ON, ON),
+        (ON, ""),
+        ("", ON),
+        (f"{ON} --tp 2", ON),
+        (ON, f"{ON} --tp 2"),
+    ],
+    ids=["both", "prefill", "decode", "2 ranks to 1", "1 rank to 2"],
+)
+def test_staged_pages_are_the_right_ones(model: Path, prefill_args: str, decode_args: str) -> None:
+    oracle = Oracle(model)
+    chance = random.Random(prefill_args + decode_args)
+    lengths = (1, PAGE, PAGE + 1, 3 * CHUNK + 5, MAX_POSITIONS - 24, 200, 300)
+    prompts = [random_prompt(chance, length) for length in lengths]
+
+    async def ask(url: str) -> tuple[list[list[int]], int]:
+        async with client(url) as session:
+            answers = await asyncio.gather(*(session.tokens(prompt, 20) for prompt in prompts))
+            again = await session.tokens(prompts[4], 20)  # of which a prefix is cached
+            await session.wait_idle()
+            return [*answers, again], await session.counter("failed_writes")
+
+    with cluster(
+        model, page_size=PAGE, chunk_size=CHUNK, num_pages=200,
+        prefill_args=prefill_args, decode_args=decode_args,
+    ) as c:  # fmt: skip
+        answers, failures = asyncio.run(ask(c.url))
+        log = c.log()
+    for prompt, answer in zip([*prompts, prompts[4]], answers, strict=True):
+        assert answer == oracle.answer(prompt, 20), f"{len(prompt)} tokens"
+    assert failures == 0
+    assert log.count("staging: ") >= (ON in prefill_args) + (ON in decode_args)
