@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from common.engine.cpu import set_num_threads
-from common.engine.device import choose_device
 from common.engine.errors import ModelError
 from common.engine.lora.loader import AdapterLoader
 from common.engine.parallel.adapters import serve_adapters
@@ -60,7 +59,7 @@ def follow(setup: Setup, channel: RankChannel, take: Take) -> int:
 def _start(setup: Setup, channel: RankChannel, take: Take, stack: ExitStack) -> Engine:
     config = setup.config
     set_num_threads(config.threads)
-    group = RankGroup(setup.rank, config.tp, choose_device(config.device, setup.rank))
+    group = RankGroup(setup.rank, config.tp)
     model = load(config, Path(setup.model), group)
     _say(channel, Loaded())
     order = take()

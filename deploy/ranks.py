@@ -25,7 +25,6 @@ from queue import Empty, SimpleQueue
 from typing import NoReturn, TypeVar
 
 from common.config import NodeConfig
-from common.engine.device import choose_device
 from common.engine.errors import ModelError
 from common.engine.loader import LoadedModel
 from common.engine.parallel.group import ALONE, Group, RankGroup, meeting_point
@@ -117,8 +116,7 @@ class RankProcesses:
 
     def __init__(self, config: NodeConfig, model: Path, identity: NodeIdentity) -> None:
         """Start them; they begin to load at once."""
-        device = choose_device(config.device)
-        self.group: Group = ALONE if config.tp == 1 else RankGroup(0, config.tp, device)
+        self.group: Group = ALONE if config.tp == 1 else RankGroup(0, config.tp)
         """To be connected before a pass."""
         self._timeout_s = config.rank_timeout_s
         self._lock = threading.Lock()
