@@ -100,17 +100,21 @@ def test_one_sequence_much_longer_than_the_others() -> None:
     assert work.merges[1:, 2].max() == 1 or work.merges[4, 2] <= 2
 
 
-def test_pieces_of_different_magnitude_are_weighted() -> None:
-    """The piece whose scores are far higher decides alone."""
-    scene = Scene(FLOAT32, [64])
-    keys = scene.kv[0][0]
-    keys[:, :16] *= 50
-    for number in range(4):
-        scene.layer[int(scene.page_table[0, number]), 0] = keys[:, 4 * number : 4 * number + 4]
-    work = split_singles(PlacedSpans.of([(0, 63, 1)]), None, Split(4, 16, 16))
-    assert work.merges[0, 2] == 4
+@pytest.mark.parametrize("rising", [True, False])
+def test_pieces_of_different_magnitude_are_weighted(rising: bool) -> None:
+    """Each piece's scores are higher (lower) than those before it, over several passes of the
+    merge: what earlier passes summed fades, or later ones add little."""
+    scene = Scene(FLOAT32, [320])
+    size, keys = FLOAT32.page_size, scene.kv[0][0]
+    ramp = torch.linspace(0.1, 4.0, 320, device=DEVICE)
+    keys *= (ramp if rising else ramp.flip(0))[:, None]
+    for number in range(320 // size):
+        page = int(scene.page_table[0, number])
+        scene.layer[page, 0] = keys[:, size * number : size * (number + 1)]
+    work = split_singles(PlacedSpans.of([(0, 319, 1)]), None, Split(20, 16, 16))
+    assert work.merges[0, 2] == 20
     out = run(scene, work, 1, CONFIGS[0])
-    assert_close("attention", out, scene.attention(scene.queries(1), 0, 63, None))
+    assert_close("attention", out, scene.attention(scene.queries(1), 0, 319, None))
 
 
 @pytest.mark.parametrize("contexts", [[], [5], [70, 1, 20]])
