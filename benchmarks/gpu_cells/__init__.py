@@ -1,0 +1,1 @@
+"""What one GPU gives beside what it could give; run `python -m benchmarks.gpu`."""

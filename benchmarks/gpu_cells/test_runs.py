@@ -1,0 +1,160 @@
+"""Runs tests/gpu, and makes rows of what came of it.
+
+pytest runs in a process of its own and writes down each outcome at once (tests/gpu/conftest.py).
+Where it dies, or its card becomes unusable, the tests that had no turn go to a fresh process.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from benchmarks.gpu_cells.figures import Failed, Figure, Measured, NotRun, Outcome, Target
+
+OUTCOMES_VARIABLE = "PDSERVE_GPU_OUTCOMES"
+"""File that the tests append lines to."""
+SECONDS_VARIABLE = "PDSERVE_GPU_TEST_SECONDS"
+"""After so many, tests that have not begun are skipped."""
+DRY_VARIABLE = "PDSERVE_GPU_DRY_RUN"
+"""Tiny cases on a CPU, under Triton's interpreter."""
+GRACE_S = 30.0
+SHOWN_FAILURES = 12
+ROW = "tests/gpu"
+
+
+class Collected(msgspec.Struct, frozen=True, tag="collected"):
+    """All tests that this process is going to run."""
+
+    tests: list[str]
+
+
+class Began(msgspec.Struct, frozen=True, tag="began"):
+    test: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    test: str
+    outcome: Literal["passed", "failed", "skipped"]
+    text: str = ""
+    """Why it was skipped, or the end of the failure."""
+
+
+Line = Collected | Began | Ended
+
+
+class Pytest(Protocol):
+    """Runs the tests named (all, if none is) for at most `seconds`; gives what it said, and its
+    exit code (None: it was stopped)."""
+
+    def __call__(self, tests: Sequence[str], seconds: float) -> tuple[list[Line], int | None]: ...
+
+
+def run_tests(
+    deadline: float, pytest: Pytest, clock: Callable[[], float] = time.monotonic
+) -> list[Outcome]:
+    """Rows: how many passed, and each failure."""
+    ended: dict[str, Ended] = {}
+    wanted: list[str] = []
+    collected: list[str] = []
+    while deadline - clock() > 0:
+        lines, code = pytest(wanted, deadline - clock())
+        collected += [t for line in lines if isinstance(line, Collected) for t in line.tests]
+        news = _news(lines, code)
+        ended |= news
+        wanted = [test for test in dict.fromkeys(collected) if test not in ended]
+        if not wanted or not news:
+            break
+    if not collected:
+        return [Failed(ROW, "pytest collected nothing")]
+    return _rows(list(dict.fromkeys(collected)), ended)
+
+
+def _news(lines: Sequence[Line], code: int | None) -> dict[str, Ended]:
+    """What this process came to; a test in which it ended has failed."""
+    ended: dict[str, Ended] = {}
+    at: str | None = None
+    for line in lines:
+        match line:
+            case Began(test):
+                at = test
+            case Ended(test):
+                ended[test] = line
+                at = None
+            case Collected():
+                pass
+    if at is not None:
+        how = "was stopped for its time" if code is None else f"ended with exit code {code}"
+        ended[at] = Ended(at, "failed", f"the process {how}")
+    return ended
+
+
+def _rows(collected: Sequence[str], ended: Mapping[str, Ended]) -> list[Outcome]:
+    by_outcome: dict[str, list[Ended]] = {"passed": [], "failed": [], "skipped": []}
+    for line in ended.values():
+        by_outcome[line.outcome].append(line)
+    skipped = by_outcome["skipped"]
+    late = len(collected) - len(ended)
+    reasons = sorted({line.text for line in skipped})
+    note = f"{len(by_outcome['failed'])} failed, {len(skipped)} skipped, {late} had no turn"
+    note += f" ({'; '.join(reasons)})" if reasons else ""
+    figure = Figure(
+        unit="passed",
+        values=[float(len(by_outcome["passed"]))],
+        bound=float(len(collected)),
+        bound_name="all",
+        target=Target("at least", 1.0),
+        note=note,
+    )
+    rows: list[Outcome] = [Measured(ROW, figure)]
+    for line in by_outcome["failed"][:SHOWN_FAILURES]:
+        text = line.text.splitlines()
+        rows.append(Failed(line.test, text[-1][:200] if text else "no word of why", line.text))
+    if len(by_outcome["failed"]) > SHOWN_FAILURES:
+        more = len(by_outcome["failed"]) - SHOWN_FAILURES
+        rows.append(NotRun(f"{more} more failed", "not shown; see the JSON"))
+    return rows
+
+
+def pytest_in_process(dry: bool, select: Sequence[str]) -> Pytest:
+    """`Pytest` as a process; `select` are arguments that choose among all tests."""
+
+    def run(tests: Sequence[str], seconds: float) -> tuple[list[Line], int | None]:
+        with tempfile.TemporaryDirectory(prefix="pdserve-gpu-") as folder:
+            outcomes = Path(folder) / "outcomes"
+            outcomes.touch()
+            environment = os.environ | {
+                OUTCOMES_VARIABLE: str(outcomes),
+                SECONDS_VARIABLE: str(seconds),
+            }
+            if dry:
+                environment |= {DRY_VARIABLE: "1", "TRITON_INTERPRET": "1"}
+            command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+            command += list(tests) or ["tests/gpu", *select]
+            process = subprocess.Popen(command, env=environment, stdout=sys.stderr)
+            try:
+                code: int | None = process.wait(seconds + GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                code = None
+            return decode(outcomes.read_bytes()), code
+
+    return run
+
+
+def decode(raw: bytes) -> list[Line]:
+    """Lines as they were written; one that was cut off does not count."""
+    decoder = msgspec.json.Decoder(Line)
+    lines: list[Line] = []
+    for text in raw.splitlines():
+        try:
+            lines.append(decoder.decode(text))
+        except msgspec.DecodeError:
+            break
+    return lines
