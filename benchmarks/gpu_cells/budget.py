@@ -27,4 +27,4 @@ def repetitions(allowance_s: float, one_s: float, wanted: int) -> int:
     """As many as fit into `allowance_s`, where one takes `one_s`; at least 1, at most `wanted`."""
     if one_s <= 0.0:
         return wanted
-    return max(1, min(wanted, int(allowance_s / one_s)))
+    return max(1, int(min(wanted, allowance_s / one_s)))

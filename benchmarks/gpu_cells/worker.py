@@ -78,10 +78,10 @@ def carry_out(order: Order, clock: Callable[[], float] = time.monotonic) -> bool
     known = cells_of(order.group, setting.scale)
     with Path(order.outcomes).open("ab", buffering=0) as sink:
         for number, name in enumerate(order.cells):
-            _write(sink.write, Begun(name))
+            sink.write(encode(Begun(name)))
             allowance_s = cell_allowance(until - clock(), len(order.cells) - number)
             for line in measure(name, known[name], setting, allowance_s):
-                _write(sink.write, line)
+                sink.write(encode(line))
             if not usable(setting.device):
                 return False
     return True
@@ -126,8 +126,9 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:200]
 
 
-def _write(write: Callable[[bytes], object], line: Line) -> None:
-    write(msgspec.json.encode(line) + b"\n")
+def encode(line: Line) -> bytes:
+    """As `read_lines` takes it."""
+    return msgspec.json.encode(line) + b"\n"
 
 
 def main() -> int:
