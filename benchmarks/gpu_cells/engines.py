@@ -1,0 +1,15 @@
+"""Runners as a node makes them, on the device where the model is."""
+
+from common.engine.loader import LoadedModel
+from common.engine.runner import ModelRunner
+from common.kv_cache.storage import PagedKVCache
+from common.steps import Runner
+
+
+def make_runner(
+    model: LoadedModel, cache: PagedKVCache, max_slots: int, max_model_len: int
+) -> Runner:
+    """A warm runner; on a GPU with Triton's attention and captured decode steps."""
+    runner = ModelRunner(model, cache, max_slots, max_model_len)
+    runner.warm_up()
+    return runner
