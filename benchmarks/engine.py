@@ -58,9 +58,11 @@ def smollm2_shape() -> ModelSpec:
     )
 
 
-def random_model(spec: ModelSpec, dtype: torch.dtype) -> LoadedModel:
-    """Random weights, small enough that activations stay finite."""
-    weights = Weights.empty(spec, dtype)
+def random_model(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device | None = None
+) -> LoadedModel:
+    """Random weights, small enough that activations stay finite; on the CPU if not told else."""
+    weights = Weights.empty(spec, dtype, device)
     for tensor in weights.checkpoint_tensors(spec).values():
         tensor.normal_(0.0, 0.02)
     exponents = torch.arange(0, spec.head_dim, 2) / spec.head_dim

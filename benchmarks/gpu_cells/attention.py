@@ -24,7 +24,7 @@ from common.kv_cache.storage import PagedKVCache
 DECODE_TARGET = Target("at least", 0.80)
 PREFILL_TARGET = Target("at least", 0.55)
 MEMORY_SHARE = 0.4
-"""Of the card's free memory that a pool may take; models of fewer layers where that is too little."""
+"""Of the card's free memory that a pool may take; where that is too little, fewer layers do."""
 
 
 def cells(scale: Scale) -> Cells:
@@ -49,9 +49,7 @@ def _prefill_cell(tokens: int, prefix: int) -> Measure:
     return lambda setting, allowance_s: _prefill(setting, tokens, prefix, allowance_s)
 
 
-def _decode(
-    setting: Setting, batch: int, context: int, allowance_s: float
-) -> Mapping[str, Figure]:
+def _decode(setting: Setting, batch: int, context: int, allowance_s: float) -> Mapping[str, Figure]:
     heads = HeadShape.of(setting.scale.big)
     contexts = [context] * batch
     work = Work(num_bytes=decode_attention_bytes(heads, contexts, setting.dtype.itemsize))

@@ -22,6 +22,8 @@ from tests.tiny_models import make_tiny_tokenizer
 
 SPARE = 0.6
 """Of the free room on a disk that a checkpoint may take."""
+LOGIT_SPREAD = 5.5
+"""Standard deviation of a token's logits."""
 _INDEX = "model.safetensors.index.json"
 
 
@@ -83,7 +85,8 @@ def _random(name: str, like: Tensor, device: str, generator: torch.Generator) ->
     elif name.endswith("bias"):
         made.normal_(0.0, 0.5, generator=generator)
     elif "embed" in name or "lm_head" in name:
-        made.normal_(0.0, 0.8, generator=generator)
+        # Logits then differ by about as much as a trained model's, whatever the width.
+        made.normal_(0.0, LOGIT_SPREAD / made.shape[-1] ** 0.5, generator=generator)
     else:
         made.normal_(0.0, 1.6 / made.shape[-1] ** 0.5, generator=generator)
     return made.cpu()

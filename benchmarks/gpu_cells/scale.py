@@ -11,6 +11,7 @@ import torch
 from benchmarks.engine import smollm2_shape
 from benchmarks.gpu_cells.figures import Figure
 from benchmarks.gpu_cells.stopwatch import Rates, Stopwatch
+from common.engine.loader import DtypeName
 from common.engine.spec import ModelSpec
 
 
@@ -85,7 +86,7 @@ class Scale:
     output: int
     served_layers: int
     """Of the big model, whose weights go through a disk."""
-    served_dtype: str
+    served_dtype: DtypeName
     repetitions: int
 
 

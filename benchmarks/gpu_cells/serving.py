@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_cells.budget import repetitions
-from benchmarks.gpu_cells.figures import Figure
+from benchmarks.gpu_cells.figures import Figure, Target
+from benchmarks.gpu_cells.parity import WORST_SHORTFALL, Answer, TorchOracle
 from benchmarks.gpu_cells.random_checkpoint import fitting, write_checkpoint
 from benchmarks.gpu_cells.scale import Cells, Scale, Setting, with_layers
 from common.engine.spec import ModelSpec
@@ -111,10 +112,11 @@ def _written(setting: Setting, spec: ModelSpec) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One request's times in ms; `tpot` is the mean between its tokens."""
+    """One request's times in ms (`tpot`: the mean between its tokens), and what it was told."""
 
     ttft: float
     tpot: float
+    answer: Answer
 
 
 @contextmanager
@@ -147,6 +149,7 @@ def device_flags(setting: Setting) -> dict[str, object]:
 def _serve(setting: Setting, name: str, model: Served, allowance_s: float) -> Mapping[str, Figure]:
     until = time.monotonic() + allowance_s
     figures: dict[str, Figure] = {}
+    answers: list[Answer] = []
     with one_pair(setting, model) as running:
         for left, streams in zip(
             range(len(setting.scale.streams), 0, -1), setting.scale.streams, strict=True
@@ -154,7 +157,30 @@ def _serve(setting: Setting, name: str, model: Served, allowance_s: float) -> Ma
             seconds = (until - time.monotonic()) / left
             timed = asyncio.run(_ask(running.url, setting.scale, streams, seconds))
             figures |= _figures(setting, name, model, streams, timed)
-    return figures
+            answers += [timed[-1][0].answer]
+    # Only now, when the nodes have given the card's memory back.
+    return figures | _compare(setting, name, model, answers)
+
+
+def _compare(
+    setting: Setting, name: str, model: Served, answers: list[Answer]
+) -> Mapping[str, Figure]:
+    """How much worse than the best, in the torch backend's eyes, were tokens that were served?"""
+    scale = setting.scale
+    longest = scale.prompt + scale.output
+    oracle = TorchOracle(model.folder, scale.served_dtype, setting.device, longest)
+    shortfalls = [nats for answer in answers for nats in oracle.shortfalls(answer)]
+    best = sum(nats == 0 for nats in shortfalls)
+    figure = Figure(
+        unit="nats",
+        values=[max(shortfalls)],
+        bound=WORST_SHORTFALL,
+        bound_name="rounding",
+        target=Target("at most", 1.0),
+        note=f"log probability below the best token's, by the torch backend; {best} of "
+        f"{len(shortfalls)} served tokens are its best",
+    )
+    return {f"1P1D, {name}: worst served token": figure}
 
 
 async def _ask(url: str, scale: Scale, streams: int, seconds: float) -> list[list[Timed]]:
@@ -166,9 +192,12 @@ async def _ask(url: str, scale: Scale, streams: int, seconds: float) -> list[lis
             prompt = [chance.randrange(3, VOCAB_SIZE) for _ in range(scale.prompt)]
             stamps: list[float] = []
             began = time.perf_counter()
-            await session.stream(prompt, scale.output, lambda _: stamps.append(time.perf_counter()))
+            output = await session.stream(
+                prompt, scale.output, lambda _: stamps.append(time.perf_counter())
+            )
             between = (stamps[-1] - stamps[0]) / max(1, scale.output - 1)
-            return Timed((stamps[0] - began) * 1e3, between * 1e3)
+            first = stamps[0] - began
+            return Timed(first * 1e3, between * 1e3, Answer(prompt, output))
 
         async def round_of() -> list[Timed]:
             return list(await asyncio.gather(*(one() for _ in range(streams))))

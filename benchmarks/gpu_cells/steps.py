@@ -77,7 +77,7 @@ def _figures(
     work: Work,
     times: tuple[list[float], list[float], list[float]],
 ) -> Mapping[str, Figure]:
-    """`times` are those of `STEPS_A_VALUE` steps decided ahead, of as many alone, and of launches."""
+    """`times` are those of `STEPS_A_VALUE` steps launched ahead, of as many alone, of launches."""
     ahead, alone, launching = times
     name = step_name(*pair)
     size = work.num_bytes / STEPS_A_VALUE

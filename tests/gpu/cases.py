@@ -14,7 +14,6 @@ from tests.gpu.paged import Shape
 Case = TypeVar("Case")
 
 DRY = os.environ.get(DRY_VARIABLE) == "1"
-DTYPES = (FLOAT32, FLOAT16, BFLOAT16)
 
 SMOLLM2 = Shape(num_heads=9, num_kv_heads=3, head_dim=64)
 LLAMA_8B = Shape(num_heads=32, num_kv_heads=8, head_dim=128)
@@ -26,6 +25,10 @@ TINY = Shape(num_heads=4, num_kv_heads=2, head_dim=16, page_size=4)
 
 def sized(real: Sequence[Case], tiny: Sequence[Case]) -> Sequence[Case]:
     return tiny if DRY else real
+
+
+# The interpreter cuts float32 off where hardware rounds it to bfloat16.
+DTYPES = sized([FLOAT32, FLOAT16, BFLOAT16], [FLOAT32, FLOAT16])
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ def singles(*contexts: int) -> tuple[tuple[int, int], ...]:
 
 def ragged(count: int, most: int) -> tuple[int, ...]:
     """`count` lengths from 1 to `most`, with borders of pages among them."""
-    return tuple(1 + (number * 7919) % most for number in range(count - 2)) + (most, 16)
+    return (*(1 + number * 7919 % most for number in range(count - 2)), most, 16)
 
 
 DECODE = sized(

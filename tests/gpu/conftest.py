@@ -2,9 +2,10 @@
 
     python -m pytest tests/gpu
 
-Kernels are compiled here, while tests/kernels interprets them, and a process of Triton's does one or
-the other: in a run over all tests these are skipped also where a device is. PDSERVE_GPU_DRY_RUN=1
-(with TRITON_INTERPRET=1) runs them on a CPU with tiny cases: that tests the tests.
+Kernels are compiled here, while tests/kernels interprets them, and a process of Triton's does one
+or the other: in a run over all tests these are skipped also where a device is.
+PDSERVE_GPU_DRY_RUN=1 (with TRITON_INTERPRET=1) runs them on a CPU with tiny cases: that tests the
+tests.
 """
 
 import os

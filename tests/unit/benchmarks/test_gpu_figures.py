@@ -49,7 +49,8 @@ def test_a_table_has_a_row_for_each_outcome_and_says_what_went_wrong() -> None:
     )
     lines = table.splitlines()
     assert lines[2] == (
-        "| decode | 82.0 (80.0-90.0) GB/s | 100 GB/s (copy) | 0.82 (0.80-0.90) | >= 0.80 | met | 3 |"
+        "| decode | 82.0 (80.0-90.0) GB/s | 100 GB/s (copy) | 0.82 (0.80-0.90) | >= 0.80 | met "
+        "| 3 |"
     )
     assert lines[3] == "| ttft | 2.00 ms |  |  |  |  | 1 |"
     assert lines[4] == "| prefill | FAILED: OutOfMemory: no |  |  |  |  |  |"
