@@ -49,11 +49,14 @@ def _missing() -> str | None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     why = _missing()
-    here = [item for item in items if Path(__file__).parent in item.path.parents]
-    for item in here:
-        if why is not None:
-            item.add_marker(pytest.mark.skip(reason=why))
-    _report(Collected([item.nodeid for item in here]))
+    if why is not None:
+        for item in items:
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason=why))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _report(Collected([item.nodeid for item in session.items]))
 
 
 @pytest.fixture(autouse=True)
