@@ -10,9 +10,6 @@ from torch import Tensor
 from common.engine.attention.base import AttentionBatch, Span
 from common.kv_cache.storage import PagedKVCache
 
-LEAK = 60.0
-"""What stands behind a sequence's last token in its last page: far from everything, and finite, as
-the runner promises (masked values still enter the arithmetic, where NaN times nothing is NaN)."""
 LAYERS, LAYER = 3, 1
 """The layer that is tested has others before and behind it."""
 QUERIES_AT_ONCE = 128
@@ -56,7 +53,8 @@ class Sequences:
 def make_sequences(
     shape: Shape, contexts: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> Sequences:
-    """Random sequences of these lengths, in `LAYER` of a pool that is NaN everywhere else."""
+    """Random sequences of these lengths, in `LAYER` of a pool that is NaN everywhere else, also
+    behind a sequence's last token in its last page."""
     generator = torch.Generator(device).manual_seed(seed)
     counts = [-(-context // shape.page_size) for context in contexts]
     num_pages = sum(counts) + 2
@@ -80,7 +78,7 @@ def make_sequences(
         first += count
         size = (2, context, shape.num_kv_heads, shape.head_dim)
         kv = torch.randn(size, generator=generator, device=device).to(dtype)
-        padded = kv.new_full((2, count * shape.page_size, *size[2:]), LEAK)
+        padded = kv.new_full((2, count * shape.page_size, *size[2:]), float("nan"))
         padded[:, :context] = kv
         in_pages = padded.view(2, count, shape.page_size, *size[2:]).permute(1, 0, 3, 2, 4)
         cache.tensor[pages, LAYER] = in_pages

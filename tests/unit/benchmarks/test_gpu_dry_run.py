@@ -62,7 +62,10 @@ def test_every_test_passes_in_small(tmp_path: Path) -> None:
     assert ratio(rows[ROW]) == 1.0, rows[ROW]["figure"]["note"]
 
 
-def test_without_a_card_it_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_without_a_card_it_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["--out", str(tmp_path)]) == 2
     assert "there is no CUDA device here" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
