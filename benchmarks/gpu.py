@@ -11,6 +11,7 @@ was measured, every target met and every test passed.
 """
 
 import argparse
+import os
 import platform
 import sys
 import tempfile
@@ -26,7 +27,12 @@ from benchmarks.gpu_cells.budget import part_deadlines
 from benchmarks.gpu_cells.figures import Failed, Measured, Outcome, markdown, verdict
 from benchmarks.gpu_cells.scale import DRY, DRY_RATES, FULL
 from benchmarks.gpu_cells.supervise import attempt_in_process, run_group
-from benchmarks.gpu_cells.test_runs import pytest_in_process, run_tests
+from benchmarks.gpu_cells.pytest_runs import (
+    jobs_at_a_time,
+    pytest_in_process,
+    run_files,
+    files_of_tests,
+)
 from benchmarks.gpu_cells.worker import Order, attempt_here, cells_of, describe
 from common.config import DEFAULT_MODEL
 
@@ -74,8 +80,9 @@ class Run:
     def _part(self, name: str, deadline: float) -> list[Outcome]:
         if name == TESTS:
             # A pair over the large model is what the part `serving` checks too.
-            runner = pytest_in_process(self._options.dry_run, ["-m", "not twice"])
-            return run_tests(deadline, runner)
+            pytest = pytest_in_process(self._options.dry_run, ["-m", "not twice"])
+            jobs = jobs_at_a_time(os.cpu_count() or 1, self._card_bytes())
+            return run_files(files_of_tests(), deadline, pytest, jobs)
         try:
             group = f"benchmarks.gpu_cells.{name}"
             cells = list(cells_of(group, self._scale))
@@ -100,6 +107,11 @@ class Run:
             model=self._options.model,
             outcomes="",
         )
+
+    def _card_bytes(self) -> int | None:
+        if self._options.dry_run:
+            return None
+        return int(torch.cuda.get_device_properties(0).total_memory)
 
     def _note_rates(self, outcomes: Sequence[Outcome]) -> None:
         """Of a card that was not measured there are no bounds; a dry run's card is made up."""

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from benchmarks.gpu_cells.test_runs import DRY_VARIABLE
+from benchmarks.gpu_cells.pytest_runs import DRY_VARIABLE
 from tests.gpu.accuracy import BFLOAT16, FLOAT16, FLOAT32
 from tests.gpu.paged import Shape
 

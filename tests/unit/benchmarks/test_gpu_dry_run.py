@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import SHARES, main, parse
+from benchmarks.gpu_cells.pytest_runs import files_of_tests
 from benchmarks.gpu_cells.scale import DRY
-from benchmarks.gpu_cells.test_runs import ROW
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 280
@@ -43,7 +43,7 @@ def ratio(outcome: dict[str, Any]) -> float:
 @pytest.mark.timeout(TIMEOUT_S + 20)
 def test_everything_is_measured(tmp_path: Path) -> None:
     rows = dry_run(tmp_path, "--skip-tests")
-    assert ROW not in rows
+    assert not set(rows) & set(files_of_tests())
     for batch, context in DRY.decode:
         assert f"decode attention, batch {batch}, context {context}" in rows
     for name, outcome in rows.items():
@@ -58,8 +58,9 @@ def test_everything_is_measured(tmp_path: Path) -> None:
 @pytest.mark.timeout(TIMEOUT_S + 20)
 def test_every_test_passes_in_small(tmp_path: Path) -> None:
     rows = dry_run(tmp_path, "--only", "tests")
-    assert set(rows) == {ROW}
-    assert ratio(rows[ROW]) == 1.0, rows[ROW]["figure"]["note"]
+    assert list(rows) == files_of_tests()
+    for file, outcome in rows.items():
+        assert ratio(outcome) == 1.0, f"{file}: {outcome['figure']['note']}"
 
 
 def test_without_a_card_it_says_so(

@@ -1,7 +1,8 @@
 """Runs tests/gpu, and makes rows of what came of it.
 
-pytest runs in a process of its own and writes down each outcome at once (tests/gpu/conftest.py).
-Where it dies, or its card becomes unusable, the tests that had no turn go to a fresh process.
+Each file is run by pytest in a process of its own, some at a time (much of the time goes into
+compiling kernels), which writes down each outcome at once (tests/gpu/conftest.py). Where a process
+dies, or its card becomes unusable, the tests that had no turn go to a fresh one.
 """
 
 import os
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -24,8 +26,12 @@ SECONDS_VARIABLE = "PDSERVE_GPU_TEST_SECONDS"
 DRY_VARIABLE = "PDSERVE_GPU_DRY_RUN"
 """Tiny cases on a CPU, under Triton's interpreter."""
 GRACE_S = 30.0
-SHOWN_FAILURES = 12
-ROW = "tests/gpu"
+SHOWN_FAILURES = 6
+"""Of a file; each has a row."""
+MOST_JOBS = 6
+JOB_BYTES = 20 << 30
+"""Of a card's memory: pools of long contexts, and references in float64."""
+FOLDER = "tests/gpu"
 
 
 class Collected(msgspec.Struct, frozen=True, tag="collected"):
@@ -49,18 +55,36 @@ Line = Collected | Began | Ended
 
 
 class Pytest(Protocol):
-    """Runs the tests named (all, if none is) for at most `seconds`; gives what it said, and its
-    exit code (None: it was stopped)."""
+    """Runs the tests named (of a file, or single ones) for at most `seconds`; gives what it said,
+    and its exit code (None: it was stopped)."""
 
     def __call__(self, tests: Sequence[str], seconds: float) -> tuple[list[Line], int | None]: ...
 
 
+def files_of_tests() -> list[str]:
+    """All of tests/gpu."""
+    return sorted(str(path) for path in Path(FOLDER).glob("test_*.py"))
+
+
+def jobs_at_a_time(processors: int, card_bytes: int | None) -> int:
+    """As many as have two processors and memory each; `card_bytes` is None without a card."""
+    room = MOST_JOBS if card_bytes is None else card_bytes // JOB_BYTES
+    return max(1, min(MOST_JOBS, processors // 2, room))
+
+
+def run_files(files: Sequence[str], deadline: float, pytest: Pytest, jobs: int) -> list[Outcome]:
+    """`run_tests` for each of `files`, `jobs` at a time; rows in the order of files."""
+    with ThreadPoolExecutor(jobs) as pool:
+        runs = [pool.submit(run_tests, file, deadline, pytest) for file in files]
+        return [outcome for run in runs for outcome in run.result()]
+
+
 def run_tests(
-    deadline: float, pytest: Pytest, clock: Callable[[], float] = time.monotonic
+    file: str, deadline: float, pytest: Pytest, clock: Callable[[], float] = time.monotonic
 ) -> list[Outcome]:
-    """Rows: how many passed, and each failure."""
+    """Rows of one file: how many passed, and each failure."""
     ended: dict[str, Ended] = {}
-    wanted: list[str] = []
+    wanted: list[str] = [file]
     collected: list[str] = []
     while deadline - clock() > 0:
         lines, code = pytest(wanted, deadline - clock())
@@ -71,8 +95,8 @@ def run_tests(
         if not wanted or not news:
             break
     if not collected:
-        return [Failed(ROW, "pytest collected nothing")]
-    return _rows(list(dict.fromkeys(collected)), ended)
+        return [Failed(file, "pytest collected nothing")]
+    return _rows(file, list(dict.fromkeys(collected)), ended)
 
 
 def _news(lines: Sequence[Line], code: int | None) -> dict[str, Ended]:
@@ -94,30 +118,31 @@ def _news(lines: Sequence[Line], code: int | None) -> dict[str, Ended]:
     return ended
 
 
-def _rows(collected: Sequence[str], ended: Mapping[str, Ended]) -> list[Outcome]:
+def _rows(file: str, collected: Sequence[str], ended: Mapping[str, Ended]) -> list[Outcome]:
     by_outcome: dict[str, list[Ended]] = {"passed": [], "failed": [], "skipped": []}
     for line in ended.values():
         by_outcome[line.outcome].append(line)
     skipped = by_outcome["skipped"]
     late = len(collected) - len(ended)
     reasons = sorted({line.text for line in skipped})
-    note = f"{len(by_outcome['failed'])} failed, {len(skipped)} skipped, {late} had no turn"
-    note += f" ({'; '.join(reasons)})" if reasons else ""
+    missing = f"{len(by_outcome['failed'])} failed, {len(skipped)} skipped, {late} had no turn"
+    missing += f" ({'; '.join(reasons)})" if reasons else ""
+    complete = len(by_outcome["passed"]) == len(collected)
     figure = Figure(
         unit="passed",
         values=[float(len(by_outcome["passed"]))],
         bound=float(len(collected)),
         bound_name="all",
         target=Target("at least", 1.0),
-        note=note,
+        note="" if complete else missing,
     )
-    rows: list[Outcome] = [Measured(ROW, figure)]
+    rows: list[Outcome] = [Measured(file, figure)]
     for line in by_outcome["failed"][:SHOWN_FAILURES]:
         text = line.text.splitlines()
         rows.append(Failed(line.test, text[-1][:200] if text else "no word of why", line.text))
     if len(by_outcome["failed"]) > SHOWN_FAILURES:
         more = len(by_outcome["failed"]) - SHOWN_FAILURES
-        rows.append(NotRun(f"{more} more failed", "not shown; see the JSON"))
+        rows.append(NotRun(f"{more} more of {file}", "they failed too"))
     return rows
 
 
@@ -134,8 +159,9 @@ def pytest_in_process(dry: bool, select: Sequence[str]) -> Pytest:
             }
             if dry:
                 environment |= {DRY_VARIABLE: "1", "TRITON_INTERPRET": "1"}
+            # A kernel that hangs holds the process in a call that no signal interrupts.
             command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
-            command += list(tests) or ["tests/gpu", *select]
+            command += ["--timeout-method=thread", *select, *tests]
             process = subprocess.Popen(command, env=environment, stdout=sys.stderr)
             try:
                 code: int | None = process.wait(seconds + GRACE_S)
