@@ -5,6 +5,7 @@ Layers take turns, so that no repetition finds its keys in the card's cache.
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -53,15 +54,15 @@ def _decode(setting: Setting, batch: int, context: int, allowance_s: float) -> M
     heads = HeadShape.of(setting.scale.big)
     contexts = [context] * batch
     work = Work(num_bytes=decode_attention_bytes(heads, contexts, setting.dtype.itemsize))
-    run, note = prepared(setting, [(context - 1, 1)] * batch)
-    times = setting.stopwatch.on_device(run, work, allowance_s, setting.scale.repetitions)
+    made = prepare(setting, [(context - 1, 1)] * batch)
+    times = setting.stopwatch.on_device(made.attend, work, allowance_s, setting.scale.repetitions)
     figure = Figure(
         unit="GB/s",
         values=[work.num_bytes / seconds / 1e9 for seconds in times],
         bound=setting.rates.copy / 1e9 if setting.rates else None,
         bound_name="copy",
         target=DECODE_TARGET,
-        note=note,
+        note=made.note,
     )
     return {decode_name(batch, context): figure}
 
@@ -72,22 +73,28 @@ def _prefill(
     heads = HeadShape.of(setting.scale.big)
     chunks = [(prefix, tokens)]
     work = Work(flops=prefill_attention_flops(heads, chunks))
-    run, note = prepared(setting, chunks)
-    times = setting.stopwatch.on_device(run, work, allowance_s, setting.scale.repetitions)
+    made = prepare(setting, chunks)
+    times = setting.stopwatch.on_device(made.attend, work, allowance_s, setting.scale.repetitions)
     figure = Figure(
         unit="TFLOP/s",
         values=[work.flops / seconds / 1e12 for seconds in times],
         bound=setting.rates.matrix / 1e12 if setting.rates else None,
         bound_name="matrix",
         target=PREFILL_TARGET,
-        note=note,
+        note=made.note,
     )
     return {prefill_name(tokens, prefix): figure}
 
 
-def prepared(
-    setting: Setting, chunks: Sequence[tuple[int, int]]
-) -> tuple[Callable[[], Tensor], str]:
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Something to measure, and what to say of it."""
+
+    attend: Callable[[], Tensor]
+    note: str
+
+
+def prepare(setting: Setting, chunks: Sequence[tuple[int, int]]) -> Prepared:
     """What attends once, each time in the next layer, to sequences of (start, new tokens)."""
     from common.engine.attention.triton_backend import TritonAttention
 
@@ -121,7 +128,7 @@ def prepared(
 
     dtype = str(setting.dtype).removeprefix("torch.")
     shape = f"{spec.num_heads} heads, {spec.num_kv_heads} KV heads, head_dim {spec.head_dim}"
-    return attend, f"{shape}, {dtype}, pages of {page_size} tokens over {layers} layers"
+    return Prepared(attend, f"{shape}, {dtype}, pages of {page_size} tokens, {layers} layers")
 
 
 def pool_bytes(device: torch.device) -> int:
@@ -137,7 +144,7 @@ def _batch(
     """All pages of the pool, in no order."""
     order = torch.randperm(sum(pages), device=device)
     table = order.new_zeros(len(chunks), max(pages))
-    for slot, part in enumerate(order.split(list(pages))):
+    for slot, part in enumerate(torch.split(order, list(pages))):
         table[slot, : len(part)] = part
     slots = [slot for slot, (_, length) in enumerate(chunks) for _ in range(length)]
     positions = [p for start, length in chunks for p in range(start, start + length)]

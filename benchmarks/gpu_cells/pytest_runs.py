@@ -12,8 +12,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -54,11 +55,17 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 Line = Collected | Began | Ended
 
 
-class Pytest(Protocol):
-    """Runs the tests named (of a file, or single ones) for at most `seconds`; gives what it said,
-    and its exit code (None: it was stopped)."""
+@dataclass(frozen=True, slots=True)
+class PytestRun:
+    """How a process of pytest fared."""
 
-    def __call__(self, tests: Sequence[str], seconds: float) -> tuple[list[Line], int | None]: ...
+    lines: list[Line]
+    code: int | None
+    """Its exit code; None where it was stopped for its time."""
+
+
+Pytest = Callable[[Sequence[str], float], PytestRun]
+"""Runs the tests named (of a file, or single ones) for at most so many seconds."""
 
 
 def files_of_tests() -> list[str]:
@@ -87,9 +94,9 @@ def run_tests(
     wanted: list[str] = [file]
     collected: list[str] = []
     while deadline - clock() > 0:
-        lines, code = pytest(wanted, deadline - clock())
-        collected += [t for line in lines if isinstance(line, Collected) for t in line.tests]
-        news = _news(lines, code)
+        run = pytest(wanted, deadline - clock())
+        collected += [t for line in run.lines if isinstance(line, Collected) for t in line.tests]
+        news = _news(run)
         ended |= news
         wanted = [test for test in dict.fromkeys(collected) if test not in ended]
         if not wanted or not news:
@@ -99,11 +106,11 @@ def run_tests(
     return _rows(file, list(dict.fromkeys(collected)), ended)
 
 
-def _news(lines: Sequence[Line], code: int | None) -> dict[str, Ended]:
+def _news(run: PytestRun) -> dict[str, Ended]:
     """What this process came to; a test in which it ended has failed."""
     ended: dict[str, Ended] = {}
     at: str | None = None
-    for line in lines:
+    for line in run.lines:
         match line:
             case Began(test):
                 at = test
@@ -113,7 +120,8 @@ def _news(lines: Sequence[Line], code: int | None) -> dict[str, Ended]:
             case Collected():
                 pass
     if at is not None:
-        how = "was stopped for its time" if code is None else f"ended with exit code {code}"
+        stopped = run.code is None
+        how = "was stopped for its time" if stopped else f"ended with exit code {run.code}"
         ended[at] = Ended(at, "failed", f"the process {how}")
     return ended
 
@@ -149,7 +157,7 @@ def _rows(file: str, collected: Sequence[str], ended: Mapping[str, Ended]) -> li
 def pytest_in_process(dry: bool, select: Sequence[str]) -> Pytest:
     """`Pytest` as a process; `select` are arguments that choose among all tests."""
 
-    def run(tests: Sequence[str], seconds: float) -> tuple[list[Line], int | None]:
+    def run(tests: Sequence[str], seconds: float) -> PytestRun:
         with tempfile.TemporaryDirectory(prefix="pdserve-gpu-") as folder:
             outcomes = Path(folder) / "outcomes"
             outcomes.touch()
@@ -169,7 +177,7 @@ def pytest_in_process(dry: bool, select: Sequence[str]) -> Pytest:
                 process.kill()
                 process.wait()
                 code = None
-            return decode(outcomes.read_bytes()), code
+            return PytestRun(decode(outcomes.read_bytes()), code)
 
     return run
 

@@ -159,7 +159,7 @@ def _serve(setting: Setting, name: str, model: Served, allowance_s: float) -> Ma
             figures |= _figures(setting, name, model, streams, timed)
             answers += [timed[-1][0].answer]
     # Only now, when the nodes have given the card's memory back.
-    return figures | _compare(setting, name, model, answers)
+    return {**figures, **_compare(setting, name, model, answers)}
 
 
 def _compare(

@@ -6,6 +6,7 @@ hold, as decode does when pages came from elsewhere.
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -67,18 +68,23 @@ def _measure(
     launching = list(stepper.launch_s)
     stepper.drain()
     alone = watch.on_host(stepper.lone_steps, work, until - time.monotonic(), wanted)
-    return _figures(setting, spec, (batch, context), work, (ahead, alone, launching))
+    times = StepTimes(ahead, alone, launching)
+    return _figures(setting, spec, (batch, context), work, times)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds: of `STEPS_A_VALUE` steps launched ahead, of as many alone, and of each launch."""
+
+    ahead: list[float]
+    alone: list[float]
+    launching: list[float]
 
 
 def _figures(
-    setting: Setting,
-    spec: ModelSpec,
-    pair: tuple[int, int],
-    work: Work,
-    times: tuple[list[float], list[float], list[float]],
+    setting: Setting, spec: ModelSpec, pair: tuple[int, int], work: Work, times: StepTimes
 ) -> Mapping[str, Figure]:
-    """`times` are those of `STEPS_A_VALUE` steps launched ahead, of as many alone, of launches."""
-    ahead, alone, launching = times
+    """`pair` are batch and context, `work` is that of `STEPS_A_VALUE` steps."""
     name = step_name(*pair)
     size = work.num_bytes / STEPS_A_VALUE
     dtype = str(setting.dtype).removeprefix("torch.")
@@ -87,7 +93,7 @@ def _figures(
     return {
         name: Figure(
             unit="ms",
-            values=[seconds / STEPS_A_VALUE * 1e3 for seconds in ahead],
+            values=[seconds / STEPS_A_VALUE * 1e3 for seconds in times.ahead],
             bound=bound,
             bound_name="bytes/copy",
             target=STEP_TARGET if pair[0] == setting.scale.step_target_batch else None,
@@ -96,13 +102,13 @@ def _figures(
         ),
         f"{name}: alone": Figure(
             unit="ms",
-            values=[seconds / STEPS_A_VALUE * 1e3 for seconds in alone],
+            values=[seconds / STEPS_A_VALUE * 1e3 for seconds in times.alone],
             bound=bound,
             bound_name="bytes/copy",
             note="each step is taken in before the next is launched",
         ),
         f"{name}: host work to launch": Figure(
-            unit="ms", values=[seconds * 1e3 for seconds in launching]
+            unit="ms", values=[seconds * 1e3 for seconds in times.launching]
         ),
     }
 

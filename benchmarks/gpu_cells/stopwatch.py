@@ -89,10 +89,10 @@ class CudaStopwatch:
         return timed_on_host(run, allowance_s, wanted)
 
     def _timed(self, run: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._flush.zero_()
-        torch.cuda._sleep(HEAD_START_CYCLES)
+        torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
         begin.record()
         run()
         end.record()

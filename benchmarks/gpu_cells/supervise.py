@@ -12,14 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
-from benchmarks.gpu_cells.figures import Begun, Failed, Line, NotRun, Outcome, read_lines
-from benchmarks.gpu_cells.worker import Order
+from benchmarks.gpu_cells.figures import Begun, Failed, NotRun, Outcome, read_lines
+from benchmarks.gpu_cells.worker import Attempted, Order
 
 POLL_S = 0.05
 GRACE_S = 20.0
@@ -28,11 +27,8 @@ SHOWN_LINES = 12
 """Of what a dead worker last said."""
 
 
-class Attempt(Protocol):
-    """Runs one worker to its end, or to `timeout_s`; gives its outcomes, its exit code (None: it
-    was stopped for taking too long) and the last that it wrote."""
-
-    def __call__(self, order: Order, timeout_s: float) -> tuple[list[Line], int | None, str]: ...
+Attempt = Callable[[Order, float], Attempted]
+"""Runs one worker to its end, or for so many seconds."""
 
 
 def run_group(
@@ -51,29 +47,17 @@ def run_group(
             outcomes += [NotRun(cell, "the time budget was used up") for cell in pending]
             break
         again = msgspec.structs.replace(order, cells=pending, seconds=left_s)
-        lines, code, said = attempt(again, left_s + GRACE_S)
-        outcomes += (line for line in lines if not isinstance(line, Begun))
-        begun, cut = _progress(lines)
-        if cut is not None:
-            outcomes.append(Failed(cut, _how_it_ended(code), said))
-        elif not begun:
-            outcomes += [Failed(cell, _how_it_ended(code), said) for cell in pending]
+        tried = attempt(again, left_s + GRACE_S)
+        outcomes += (line for line in tried.lines if not isinstance(line, Begun))
+        begun = [line.cell for line in tried.lines if isinstance(line, Begun)]
+        why = _how_it_ended(tried.code)
+        if not begun:
+            outcomes += [Failed(cell, why, tried.said) for cell in pending]
             break
+        if isinstance(tried.lines[-1], Begun):
+            outcomes.append(Failed(begun[-1], why, tried.said))
         pending = [cell for cell in pending if cell not in begun]
     return outcomes
-
-
-def _progress(lines: Sequence[Line]) -> tuple[set[str], str | None]:
-    """The cells that were begun, and that of them which never got an outcome."""
-    begun: set[str] = set()
-    open_cell: str | None = None
-    for line in lines:
-        if isinstance(line, Begun):
-            begun.add(line.cell)
-            open_cell = line.cell
-        else:
-            open_cell = None
-    return begun, open_cell
 
 
 def _how_it_ended(code: int | None) -> str:
@@ -84,7 +68,7 @@ def _how_it_ended(code: int | None) -> str:
     return f"the process ended with exit code {code}"
 
 
-def attempt_in_process(order: Order, timeout_s: float) -> tuple[list[Line], int | None, str]:
+def attempt_in_process(order: Order, timeout_s: float) -> Attempted:
     """`Attempt` with a process of its own."""
     with tempfile.TemporaryDirectory(prefix="pdserve-gpu-") as folder:
         outcomes, log = Path(folder) / "outcomes", Path(folder) / "log"
@@ -104,7 +88,7 @@ def attempt_in_process(order: Order, timeout_s: float) -> tuple[list[Line], int 
             finally:
                 _end_session(process)
         said = "\n".join(log.read_text(errors="replace").splitlines()[-SHOWN_LINES:])
-        return read_lines(outcomes.read_bytes()), code, said
+        return Attempted(read_lines(outcomes.read_bytes()), code, said)
 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -181,7 +182,7 @@ class TwoPools:
         events = self._source.poll()
         return events[0] if events else None
 
-    def _answer(self) -> object:
+    def _answer(self) -> Any:
         if not self._pipe.poll(ANSWER_S):
             raise TimeoutError("the receiver said nothing")
         return self._pipe.recv()

@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -41,6 +42,17 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     outcomes: str
     """File that a line of JSON is appended to for each outcome."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempted:
+    """How a worker fared."""
+
+    lines: list[Line]
+    code: int | None
+    """Its exit code; None where it was stopped for taking too long."""
+    said: str
+    """The last that it wrote beside its outcomes."""
 
 
 def cells_of(group: str, scale: Scale) -> Cells:
@@ -87,12 +99,12 @@ def carry_out(order: Order, clock: Callable[[], float] = time.monotonic) -> bool
     return True
 
 
-def attempt_here(order: Order, _timeout_s: float) -> tuple[list[Line], int | None, str]:
+def attempt_here(order: Order, _timeout_s: float) -> Attempted:
     """`supervise.Attempt` without a process of its own: nothing can be stopped."""
     with tempfile.TemporaryDirectory(prefix="pdserve-gpu-") as folder:
         outcomes = Path(folder) / "outcomes"
         answers = carry_out(msgspec.structs.replace(order, outcomes=str(outcomes)))
-        return read_lines(outcomes.read_bytes()), 0 if answers else UNUSABLE, ""
+        return Attempted(read_lines(outcomes.read_bytes()), 0 if answers else UNUSABLE, "")
 
 
 def measure(name: str, how: Measure, setting: Setting, allowance_s: float) -> list[Line]:

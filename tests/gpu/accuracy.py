@@ -47,12 +47,17 @@ def errors(got: Tensor, wanted: Tensor) -> Tensor:
     assert wanted.dtype == torch.float64, "a reference is float64"
     assert got.shape == wanted.shape, f"{tuple(got.shape)} is not {tuple(wanted.shape)}"
     lengths = []
-    for mine, reference in zip(got.split(WIDTH, -1), wanted.split(WIDTH, -1), strict=True):
+    for mine, reference in zip(_pieces(got), _pieces(wanted), strict=True):
         error = torch.linalg.vector_norm(mine.double() - reference, dim=-1)
         length = torch.linalg.vector_norm(reference, dim=-1)
         # A vector of zeros must be met exactly.
         lengths.append(torch.where(error == 0, 0.0, error / length).flatten())
     return torch.cat(lengths)
+
+
+def _pieces(x: Tensor) -> tuple[Tensor, ...]:
+    pieces: tuple[Tensor, ...] = torch.split(x, WIDTH, dim=-1)
+    return pieces
 
 
 def assert_close(kernel: str, got: Tensor, wanted: Tensor) -> None:

@@ -23,9 +23,13 @@ def captured(device: torch.device, run: Callable[[], Tensor]) -> tuple[Callable[
     """What replays `run`, and where its output then is. Without a GPU it is simply run again."""
     out = run()  # compiles
     if device.type != "cuda":
-        return lambda: out.copy_(run()), out
+
+        def again() -> None:
+            out.copy_(run())
+
+        return again, out
     graph = torch.cuda.CUDAGraph()
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         run()

@@ -92,9 +92,9 @@ def test_each_row_gains_what_its_adapter_says(
         pool.place(slot, adapter(spec, rank), lambda: None)
     num_rows = sum(count for _, count in mixture.rows)
     adapted, first = [], 0
-    for slot, count in mixture.rows:
-        if slot is not None:
-            adapted.append(LoraRows(slot, first, count))
+    for row_slot, count in mixture.rows:
+        if row_slot is not None:
+            adapted.append(LoraRows(row_slot, first, count))
         first += count
     batch = choose_ops("triton").lora_planner(pool, num_rows).plan(adapted, num_rows)
     assert batch is not None

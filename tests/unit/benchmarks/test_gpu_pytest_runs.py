@@ -11,6 +11,7 @@ from benchmarks.gpu_cells.pytest_runs import (
     Collected,
     Ended,
     Line,
+    PytestRun,
     decode,
     files_of_tests,
     jobs_at_a_time,
@@ -28,10 +29,10 @@ class Script:
         self._runs = list(runs)
         self.told: list[Sequence[str]] = []
 
-    def __call__(self, tests: Sequence[str], seconds: float) -> tuple[list[Line], int | None]:
+    def __call__(self, tests: Sequence[str], seconds: float) -> PytestRun:
         assert seconds > 0
         self.told.append(list(tests))
-        return self._runs.pop(0)
+        return PytestRun(*self._runs.pop(0))
 
 
 def passed(test: str) -> list[Line]:
@@ -115,9 +116,9 @@ def test_files_are_run_side_by_side_and_told_in_order() -> None:
     files = files_of_tests()
     assert "tests/gpu/test_attention.py" in files
 
-    def pytest(tests: Sequence[str], seconds: float) -> tuple[list[Line], int | None]:
+    def pytest(tests: Sequence[str], seconds: float) -> PytestRun:
         (file,) = tests
-        return [Collected([file + "::a"]), *passed(file + "::a")], 0
+        return PytestRun([Collected([file + "::a"]), *passed(file + "::a")], 0)
 
     outcomes = run_files(files, time.monotonic() + 60, pytest, jobs=3)
     assert [outcome.cell for outcome in outcomes if isinstance(outcome, Measured)] == files

@@ -1,15 +1,14 @@
 """Every cell of the GPU benchmark has an outcome, whatever becomes of the process it is in."""
 
-import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import pytest
 
 from benchmarks.gpu_cells.figures import Begun, Failed, Figure, Line, Measured, NotRun
 from benchmarks.gpu_cells.supervise import attempt_in_process, run_group
-from benchmarks.gpu_cells.worker import Order, attempt_here
+from benchmarks.gpu_cells.worker import Attempted, Order, attempt_here
 
 FAULTY = "tests.unit.benchmarks.faulty_cells"
 
@@ -29,13 +28,13 @@ class Script:
     """An `Attempt` that was written beforehand; notes which cells it was given."""
 
     def __init__(self, *attempts: tuple[list[Line], int | None]) -> None:
-        self._attempts: Iterator[tuple[list[Line], int | None]] = iter(attempts)
+        self._attempts = iter([Attempted(lines, code, "words") for lines, code in attempts])
         self.given: list[Sequence[str]] = []
 
-    def __call__(self, order: Order, timeout_s: float) -> tuple[list[Line], int | None, str]:
+    def __call__(self, order: Order, timeout_s: float) -> Attempted:
         self.given.append(order.cells)
         assert order.seconds < timeout_s
-        return (*next(self._attempts), "words")
+        return next(self._attempts)
 
 
 def test_a_cell_that_ends_its_process_costs_no_other() -> None:
@@ -82,27 +81,26 @@ def test_one_cell_may_give_several_rows() -> None:
 
 
 def test_an_error_in_this_process_is_an_outcome() -> None:
-    lines, code, _ = attempt_here(order("raises", "right"), 1.0)
-    assert code == 0
-    failed = lines[1]
+    tried = attempt_here(order("raises", "right"), 1.0)
+    assert tried.code == 0
+    failed = tried.lines[1]
     assert isinstance(failed, Failed)
     assert failed.error == "ValueError: a shape is wrong"
     assert "_raises" in failed.detail
-    assert isinstance(lines[3], Measured)
+    assert isinstance(tried.lines[3], Measured)
 
 
 @pytest.mark.timeout(240)
 def test_real_processes_die_one_by_one() -> None:
     cells = ("right", "exits", "crashes", "hangs", "right again")
-    patient = functools.partial(run_group, order(*cells), time.monotonic() + 200)
 
-    def impatient(task: Order, timeout_s: float) -> tuple[list[Line], int | None, str]:
+    def impatient(task: Order, timeout_s: float) -> Attempted:
         hanging = task.cells[0] == "hangs"
         return attempt_in_process(task, 12.0 if hanging else timeout_s)
 
     outcomes = {
         outcome.cell: outcome
-        for outcome in patient(impatient)
+        for outcome in run_group(order(*cells), time.monotonic() + 200, impatient)
         if not (isinstance(outcome, Measured) and outcome.cell == "right")
     }
     exited, crashed, hung = (outcomes[name] for name in ("exits", "crashes", "hangs"))
