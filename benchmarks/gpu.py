@@ -180,6 +180,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    if options.dry_run:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when the first kernel is imported
     about = machine(options.dry_run)
     if not options.dry_run and not torch.cuda.is_available():
         print("there is no CUDA device here; --dry-run does without one", file=sys.stderr)

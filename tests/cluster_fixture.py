@@ -146,8 +146,8 @@ def cluster(model: Path, prefill: int = 1, decode: int = 1, **flags: object) -> 
     """Start a cluster on free ports, wait until it is ready, end it afterwards.
 
     `flags` are those of `pdserve cluster` (`num_pages=32`, `prefill_args="--ucx-tls tcp"`,
-    `restart=False`). float32, 128 pages of 16 tokens, one torch thread a node, 2 s for a drain and
-    a router with `PAIRS_ONLY` if not given.
+    `restart=False`). float32, 128 pages of 16 tokens, one torch thread a node, 2 s for a drain, 90 s
+    for the start and a router with `PAIRS_ONLY` if not given.
     """
     given = {"dtype": "float32", "num_pages": 128, "port": 0, "drain_s": 2.0, **flags}
     router_args = (*command_line(PAIRS_ONLY), *shlex.split(str(given.get("router_args", ""))))
@@ -159,7 +159,8 @@ def cluster(model: Path, prefill: int = 1, decode: int = 1, **flags: object) -> 
         log = Path(folder) / "log"
         with log.open("w") as sink, _running(command, sink) as process:
             try:
-                running = Cluster(_wait_until_ready(process), process, log)
+                timeout_s = float(str(given.get("start_timeout_s", START_TIMEOUT_S)))
+                running = Cluster(_wait_until_ready(process, timeout_s), process, log)
                 yield running
             except BaseException as error:
                 lines = log.read_text().splitlines()[-LOG_LINES_SHOWN:]
@@ -191,10 +192,10 @@ def _running(command: list[str], log: IO[str]) -> Iterator[subprocess.Popen[str]
             process.stdout.close()
 
 
-def _wait_until_ready(process: subprocess.Popen[str]) -> str:
+def _wait_until_ready(process: subprocess.Popen[str], timeout_s: float) -> str:
     """The URL in the READY line, which is the first that the cluster prints."""
     assert process.stdout is not None
-    watchdog = _kill_after(process, START_TIMEOUT_S)
+    watchdog = _kill_after(process, timeout_s)
     try:
         line = process.stdout.readline()
     finally:

@@ -18,8 +18,8 @@ from benchmarks.gpu_cells.budget import repetitions
 
 FLUSH_BYTES = 256 << 20
 """Several times the largest cache of a card yet (an H200 has 60 MB, a B200 126 MB)."""
-HEAD_START_CYCLES = 400_000
-"""Some 0.2 ms in which Python queues a launch."""
+HEAD_START_CYCLES = 2_000_000
+"""Some millisecond, in which Python queues a launch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ from benchmarks.gpu_cells.figures import Begun, Failed, Line, Measured, read_lin
 from benchmarks.gpu_cells.scale import DRY, DRY_RATES, FULL, Cells, Measure, Scale, Setting
 from benchmarks.gpu_cells.stopwatch import CudaStopwatch, ModelledStopwatch, Rates
 
+SHOWN_LINES = 20
+"""Of a traceback, with what was noted beside it: the end of a cluster's log, for one."""
 UNUSABLE = 3
 """Exit code of a worker whose card answers no more."""
 
@@ -112,7 +114,7 @@ def measure(name: str, how: Measure, setting: Setting, allowance_s: float) -> li
     try:
         figures = how(setting, allowance_s)
     except Exception as error:
-        last = traceback.format_exc().splitlines()[-12:]
+        last = traceback.format_exc().splitlines()[-SHOWN_LINES:]
         return [Failed(name, describe(error), "\n".join(last))]
     finally:
         gc.collect()
