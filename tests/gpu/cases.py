@@ -84,6 +84,8 @@ PREFILL = sized(
     [
         AttentionCase(LLAMA_8B, ((0, 2048),)),
         AttentionCase(LLAMA_8B, ((30_720, 2048),)),
+        AttentionCase(LLAMA_8B, ((32_700, 64), (12_000, 2), (0, 40))),
+        AttentionCase(LLAMA_8B, ((32_700, 64), (12_000, 2)), window=4096),
         AttentionCase(LLAMA_8B, ((0, 1), (0, 17), (16, 512), (4095, 130), (1000, 300))),
         AttentionCase(LLAMA_8B, ((16_384, 1024), (0, 700)), window=4096),
         AttentionCase(LLAMA_8B, ((1500, 400), (0, 33)), FLOAT16),
@@ -97,6 +99,7 @@ PREFILL = sized(
     [
         AttentionCase(TINY, ((0, 9), (6, 5)), FLOAT32),
         AttentionCase(TINY, ((9, 7),), FLOAT16, window=4),
+        AttentionCase(TINY, ((60, 2), (0, 3)), FLOAT32),
     ],
 )
 
