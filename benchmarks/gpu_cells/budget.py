@@ -7,6 +7,14 @@ fit, one at the least. Only where nothing is left is a cell not run at all.
 
 from collections.abc import Mapping
 
+TESTS = "tests"
+SHARES: Mapping[str, float] = {
+    "card": 15.0, TESTS: 170.0, "attention": 55.0, "steps": 90.0, "transfers": 30.0,
+    "serving": 105.0,
+}  # fmt: skip
+"""Of the time; what a part leaves over is the next ones'."""
+SECONDS = 450.0
+
 
 def part_deadlines(total_s: float, shares: Mapping[str, float]) -> dict[str, float]:
     """When each part must have ended, in seconds from the begin of the run, in order."""

@@ -165,8 +165,9 @@ def pytest_in_process(dry: bool, select: Sequence[str]) -> Pytest:
                 OUTCOMES_VARIABLE: str(outcomes),
                 SECONDS_VARIABLE: str(seconds),
             }
+            environment["TRITON_INTERPRET"] = "1" if dry else "0"
             if dry:
-                environment |= {DRY_VARIABLE: "1", "TRITON_INTERPRET": "1"}
+                environment[DRY_VARIABLE] = "1"
             # A kernel that hangs holds the process in a call that no signal interrupts.
             command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
             command += ["--timeout-method=thread", *select, *tests]

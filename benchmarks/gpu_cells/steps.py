@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from common.steps import Pending, Runner
 
 from benchmarks.engine import random_model
 from benchmarks.gpu_cells.counts import (
@@ -26,7 +27,6 @@ from common.engine.spec import ModelSpec
 from common.kv_cache.storage import PagedKVCache
 from common.messages import SamplingParams
 from common.plan import Batch, Row, SlotInit
-from common.steps import Pending, Runner
 
 STEP_TARGET = Target("at most", 1.25)
 WARM_STEPS = 4

@@ -1,11 +1,10 @@
 """Tests that need a CUDA device; `python -m benchmarks.gpu` runs them and more.
 
-    python -m pytest tests/gpu
+    TRITON_INTERPRET=0 python -m pytest tests/gpu
 
 Kernels are compiled here, while tests/kernels interprets them, and a process of Triton's does one
 or the other: in a run over all tests these are skipped also where a device is.
-PDSERVE_GPU_DRY_RUN=1 (with TRITON_INTERPRET=1) runs them on a CPU with tiny cases: that tests the
-tests.
+PDSERVE_GPU_DRY_RUN=1 runs them on a CPU with tiny cases: that tests the tests.
 """
 
 import os
@@ -43,7 +42,7 @@ def _missing() -> str | None:
         return "no CUDA device"
     triton = sys.modules.get("triton")
     if triton is not None and triton.knobs.runtime.interpret:
-        return "Triton interprets in this process: run tests/gpu by itself"
+        return "Triton interprets in this process: TRITON_INTERPRET=0 pytest tests/gpu compiles"
     return None
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import SHARES, main, parse
+from benchmarks.gpu import main, parse
+from benchmarks.gpu_cells.budget import SHARES
 from benchmarks.gpu_cells.pytest_runs import files_of_tests
 from benchmarks.gpu_cells.scale import DRY
 
