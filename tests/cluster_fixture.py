@@ -146,8 +146,8 @@ def cluster(model: Path, prefill: int = 1, decode: int = 1, **flags: object) -> 
     """Start a cluster on free ports, wait until it is ready, end it afterwards.
 
     `flags` are those of `pdserve cluster` (`num_pages=32`, `prefill_args="--ucx-tls tcp"`,
-    `restart=False`). float32, 128 pages of 16 tokens, one torch thread a node, 2 s for a drain, 90 s
-    for the start and a router with `PAIRS_ONLY` if not given.
+    `restart=False`). float32, 128 pages of 16 tokens, one torch thread a node, 2 s for a drain, 90
+    s for the start and a router with `PAIRS_ONLY` if not given.
     """
     given = {"dtype": "float32", "num_pages": 128, "port": 0, "drain_s": 2.0, **flags}
     router_args = (*command_line(PAIRS_ONLY), *shlex.split(str(given.get("router_args", ""))))

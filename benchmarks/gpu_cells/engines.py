@@ -1,10 +1,9 @@
 """Runners as a node makes them, on the device where the model is."""
 
-from common.steps import Runner
-
 from common.engine.loader import LoadedModel
 from common.engine.runner import ModelRunner
 from common.kv_cache.storage import PagedKVCache
+from common.steps import Runner
 
 
 def make_runner(

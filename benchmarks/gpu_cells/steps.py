@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from common.steps import Pending, Runner
 
 from benchmarks.engine import random_model
 from benchmarks.gpu_cells.counts import (
@@ -27,6 +26,7 @@ from common.engine.spec import ModelSpec
 from common.kv_cache.storage import PagedKVCache
 from common.messages import SamplingParams
 from common.plan import Batch, Row, SlotInit
+from common.steps import Pending, Runner
 
 STEP_TARGET = Target("at most", 1.25)
 WARM_STEPS = 4

@@ -30,6 +30,7 @@ from common.plan import (
     WriteDone,
 )
 from transfer.nixl import NixlTransfer
+from transfer.sharded import ShardedTransfer
 
 SOURCE, TARGET = "gpu-source", "gpu-target"
 STAMP = b"stamp"
@@ -64,18 +65,22 @@ class PoolShape:
         )
 
 
-def register(cache: PagedKVCache, incarnation: str) -> NixlTransfer:
-    """A started transfer over a pool, in the kind of memory where that is."""
+def register(cache: PagedKVCache, incarnation: str) -> ShardedTransfer:
+    """What a node of one rank has, over a pool in host memory or on a GPU."""
     on_gpu = cache.device.type == "cuda"
-    return NixlTransfer(
+    local = NixlTransfer(
         cache.base_address,
         cache.num_pages,
         cache.page_bytes,
         incarnation,
         {},
+        num_layers=cache.num_layers,
+        first_head=0,
+        num_heads=cache.num_kv_heads,
         kind="VRAM" if on_gpu else "DRAM",
         device_id=cache.device.index or 0 if on_gpu else 0,
     )
+    return ShardedTransfer([local], incarnation)
 
 
 def digest(cache: PagedKVCache, pages: Sequence[int]) -> str:
@@ -91,7 +96,7 @@ def receive(pipe: Connection, shape: PoolShape) -> None:
     bell = os.eventfd(0)
     transfer.start(lambda: os.eventfd_write(bell, 1))
     transfer.submit([ExpectWrites(True)])
-    pipe.send(transfer.memory)
+    pipe.send(transfer.memories)
     while True:
         ready, _, _ = select.select([pipe.fileno(), bell], [], [])
         if bell in ready:
@@ -130,9 +135,9 @@ class TwoPools:
 
     def __enter__(self) -> "TwoPools":
         try:
-            memory: PeerMemory = self._answer()
+            memories: tuple[PeerMemory, ...] = self._answer()
             until = time.monotonic() + LEASE_S
-            self._source.submit([AddPeer(TARGET, memory), RenewLease(TARGET, until)])
+            self._source.submit([AddPeer(TARGET, memories), RenewLease(TARGET, until)])
             added = self._event()
             if not isinstance(added, PeerAdded):
                 raise RuntimeError(f"the pools cannot be connected: {added}")
