@@ -146,12 +146,18 @@ def _rows(file: str, collected: Sequence[str], ended: Mapping[str, Ended]) -> li
     )
     rows: list[Outcome] = [Measured(file, figure)]
     for line in by_outcome["failed"][:SHOWN_FAILURES]:
-        text = line.text.splitlines()
-        rows.append(Failed(line.test, text[-1][:200] if text else "no word of why", line.text))
+        rows.append(Failed(line.test, _reason(line.text), line.text))
     if len(by_outcome["failed"]) > SHOWN_FAILURES:
         more = len(by_outcome["failed"]) - SHOWN_FAILURES
         rows.append(NotRun(f"{more} more of {file}", "they failed too"))
     return rows
+
+
+def _reason(text: str) -> str:
+    """The error itself, out of a failure as pytest shows it."""
+    lines = text.splitlines() or ["no word of why"]
+    errors = [line for line in lines if line.startswith("E ")]
+    return (errors or lines[-1:])[0].removeprefix("E").strip()[:200]
 
 
 def pytest_in_process(dry: bool, select: Sequence[str]) -> Pytest:

@@ -11,20 +11,21 @@ import pytest
 
 from benchmarks.gpu import main, parse
 from benchmarks.gpu_cells.budget import SHARES
-from benchmarks.gpu_cells.pytest_runs import files_of_tests
+from benchmarks.gpu_cells.pytest_runs import FOLDER
 from benchmarks.gpu_cells.scale import DRY
 
 ROOT = Path(__file__).parents[3]
-TIMEOUT_S = 280
+SECONDS = 500
+"""Far more than it takes where nothing else computes."""
 
 
 def dry_run(out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
     """Outcomes by the names of their rows."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--model", "random"]
-    command += ["--seconds", "240", "--out", str(out), "--scratch", str(out), *arguments]
+    command += ["--seconds", str(SECONDS), "--out", str(out), "--scratch", str(out), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S,
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS + 40,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
@@ -41,10 +42,10 @@ def ratio(outcome: dict[str, Any]) -> float:
     return middle / float(figure["bound"])
 
 
-@pytest.mark.timeout(TIMEOUT_S + 20)
+@pytest.mark.timeout(SECONDS + 60)
 def test_everything_is_measured(tmp_path: Path) -> None:
     rows = dry_run(tmp_path, "--skip-tests")
-    assert not set(rows) & set(files_of_tests())
+    assert FOLDER not in rows
     for batch, context in DRY.decode:
         assert f"decode attention, batch {batch}, context {context}" in rows
     for name, outcome in rows.items():
@@ -56,12 +57,11 @@ def test_everything_is_measured(tmp_path: Path) -> None:
     assert rows["1P1D, 8B-shaped model: worst served token"]["figure"]["values"] == [0.0]
 
 
-@pytest.mark.timeout(TIMEOUT_S + 20)
+@pytest.mark.timeout(SECONDS + 60)
 def test_every_test_passes_in_small(tmp_path: Path) -> None:
     rows = dry_run(tmp_path, "--only", "tests")
-    assert list(rows) == files_of_tests()
-    for file, outcome in rows.items():
-        assert ratio(outcome) == 1.0, f"{file}: {outcome['figure']['note']}"
+    assert list(rows) == [FOLDER]
+    assert ratio(rows[FOLDER]) == 1.0, rows[FOLDER]["figure"]["note"]
 
 
 def test_without_a_card_it_says_so(

@@ -59,12 +59,12 @@ def test_all_passed() -> None:
 
 
 def test_a_failure_has_a_row_and_a_skipped_test_counts_as_missing() -> None:
-    failure = Ended("a", "failed", "def test\nE  assert 1 == 2")
+    failure = Ended("a", "failed", "def test\nE   assert 1 == 2\nE    +  where\ntest.py:3: ...")
     late = Ended("b", "skipped", "the time for tests was used up")
     outcomes = run(Script(([Collected(["a", "b"]), Began("a"), failure, Began("b"), late], 1)))
     note = "1 failed, 1 skipped, 0 had no turn (the time for tests was used up)"
     assert summary(outcomes) == (0, 2, note)
-    assert outcomes[1] == Failed("a", "E  assert 1 == 2", failure.text)
+    assert outcomes[1] == Failed("a", "assert 1 == 2", failure.text)
 
 
 @pytest.mark.parametrize(
