@@ -20,6 +20,7 @@ from common.engine.cpu import has_native_bfloat16
 from common.engine.decoder import Decoder, Weights
 from common.engine.linear import LinearFactory
 from common.engine.loader import LoadedModel, load_model, resolve
+from common.engine.ops import Ops
 from common.engine.rope import RopeFrequencies
 from common.engine.runner import ModelRunner
 from common.engine.spec import ModelSpec
@@ -59,7 +60,10 @@ def smollm2_shape() -> ModelSpec:
 
 
 def random_model(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device | None = None
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    ops: Ops | None = None,
 ) -> LoadedModel:
     """Random weights, small enough that activations stay finite; on the CPU if not told else."""
     weights = Weights.empty(spec, dtype, device)
@@ -67,7 +71,8 @@ def random_model(
         tensor.normal_(0.0, 0.02)
     exponents = torch.arange(0, spec.head_dim, 2) / spec.head_dim
     rope = RopeFrequencies(1.0 / 1e5**exponents, 1.0)
-    return LoadedModel(spec, Decoder(spec, weights, rope, LinearFactory()), "random", dtype)
+    model = Decoder(spec, weights, rope, LinearFactory(), ops)
+    return LoadedModel(spec, model, "random", dtype)
 
 
 def median_ms(run: Callable[[], object], repeats: int) -> float:

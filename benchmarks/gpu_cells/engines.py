@@ -9,7 +9,7 @@ from common.steps import Runner
 def make_runner(
     model: LoadedModel, cache: PagedKVCache, max_slots: int, max_model_len: int
 ) -> Runner:
-    """A warm runner; on a GPU with Triton's attention and captured decode steps."""
-    runner = ModelRunner(model, cache, max_slots, max_model_len)
+    """A warm runner with Triton's attention; the model's `ops` are Triton's too."""
+    runner = ModelRunner(model, cache, max_slots, max_model_len, attention="triton")
     runner.warm_up()
     return runner

@@ -143,7 +143,7 @@ def device_flags(setting: Setting) -> dict[str, object]:
     """Flags of nodes: where they compute."""
     if setting.device.type == "cuda":
         return {"device": "cuda", "attention": "triton"}
-    return {}
+    return {"device": "cpu", "attention": "torch"}
 
 
 def _serve(setting: Setting, name: str, model: Served, allowance_s: float) -> Mapping[str, Figure]:

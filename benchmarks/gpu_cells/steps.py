@@ -22,6 +22,7 @@ from benchmarks.gpu_cells.engines import make_runner
 from benchmarks.gpu_cells.figures import Figure, Target
 from benchmarks.gpu_cells.scale import Cells, Measure, Scale, Setting, with_layers
 from benchmarks.gpu_cells.stopwatch import Work
+from common.engine.ops import choose_ops
 from common.engine.spec import ModelSpec
 from common.kv_cache.storage import PagedKVCache
 from common.messages import SamplingParams
@@ -120,7 +121,7 @@ class Stepper:
     def __init__(self, setting: Setting, spec: ModelSpec, batch: int, context: int) -> None:
         page_size = setting.scale.page_size
         each = -(-context // page_size)
-        loaded = random_model(spec, setting.dtype, setting.device)
+        loaded = random_model(spec, setting.dtype, setting.device, choose_ops("triton"))
         cache = PagedKVCache(
             num_pages=batch * each,
             num_layers=spec.num_layers,
