@@ -130,8 +130,9 @@ class Stepper:
             head_dim=spec.head_dim,
             dtype=setting.dtype,
             device=setting.device,
+            scratch=True,
         )
-        self._runner: Runner = make_runner(loaded, cache, batch, context)
+        self._runner: Runner = make_runner(loaded, cache, batch, context, (batch,))
         cache.tensor.normal_(0.0, 0.5)
         self._context = context
         self._pages = torch.randperm(batch * each).view(batch, each).tolist()
