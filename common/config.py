@@ -36,6 +36,10 @@ class NodeConfig:
     """What computes: cpu, cuda, cuda:N, or auto, a GPU where there is one."""
     attention: Literal["auto", "torch", "triton"] = "auto"
     """Kernels: torch's own, Triton's, or auto, Triton's on a GPU."""
+    tune_attention: bool = False
+    """Measure at start, for a minute, which launch configurations of Triton's attention are fastest
+    on this card. What was found is kept in $PDSERVE_CACHE, or ~/.cache/pdserve, and every later
+    start uses it."""
     overlap: bool = True
     """Decide a step while the one before it runs, on a GPU."""
     cuda_graphs: bool = True
@@ -110,14 +114,15 @@ class NodeConfig:
     transfer_timeout_s: float = 300.0
     """How long decode waits for a request's KV once pages were given."""
     max_loras_per_batch: int = 8
-    """Adapters that may compute together; the base model needs none of these slots."""
+    """Adapters that may compute together; the base model needs none of these slots. With 0 this
+    node takes no adapters, and on a GPU keeps no memory for them."""
     max_loaded_loras: int = 64
     """Adapters whose weights are kept in host memory; of more, those least recently used are read
     again when they are wanted."""
-    max_lora_rank: int = 256
-    """Largest rank of an adapter. Slots are made for it: on a CPU in memory that the system gives
-    when it is first used, on a GPU in one piece with the first adapter, beside what `mem_fraction`
-    planned."""
+    max_lora_rank: int | None = None
+    """Largest rank of an adapter; 256 on a CPU and 64 on a GPU if not given. Slots are made for it:
+    on a CPU in memory that the system gives when it is first used, on a GPU in one piece, which is
+    taken with the first adapter and kept free for it from the start."""
     lora_drain_wait_s: float = 2.0
     """A request that has waited so long for a slot for its adapter has one emptied for it."""
     drain_s: float = 30.0
@@ -139,19 +144,18 @@ class NodeConfig:
         positive = (
             "page_size", "max_running_requests", "chunk_size", "heartbeat_s", "router_timeout_s",
             "peer_timeout_s", "tcp_timeout_s", "lease_s", "twin_timeout_s", "transfer_timeout_s",
-            "max_queued_requests", "max_loras_per_batch", "max_lora_rank", "tp",
-            "rank_timeout_s", "staging_gib",
+            "max_queued_requests", "tp", "rank_timeout_s", "staging_gib",
         )  # fmt: skip
         for field in positive:
             if getattr(self, field) <= 0:
                 raise ValueError(f"{field} must be positive, not {getattr(self, field)}")
-        for field in ("drain_s", "lora_drain_wait_s"):
+        for field in ("drain_s", "lora_drain_wait_s", "max_loras_per_batch"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} must not be negative, not {getattr(self, field)}")
         if self.max_loaded_loras < self.max_loras_per_batch:
             slots = self.max_loras_per_batch
             raise ValueError(f"max_loaded_loras must be at least max_loras_per_batch, {slots}")
-        for field in ("max_model_len", "num_pages", "threads", "kv_cache_gib"):
+        for field in ("max_model_len", "num_pages", "threads", "kv_cache_gib", "max_lora_rank"):
             value = getattr(self, field)
             if value is not None and value <= 0:
                 raise ValueError(f"{field} must be positive, not {value}")

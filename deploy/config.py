@@ -50,12 +50,13 @@ class ClusterConfig:
     """LoRA adapters to load at start, name=path; repeatable. A path is a local folder or a Hugging
     Face id."""
     max_loras_per_batch: int = 8
-    """Adapters that may compute together on a node; the base model needs none of these slots."""
+    """Adapters that may compute together on a node; the base model needs none of these slots. With
+    0 nodes take no adapters."""
     max_loaded_loras: int = 64
     """Adapters whose weights a node keeps in host memory; of more, those least recently used are
     read again when they are wanted."""
-    max_lora_rank: int = 256
-    """Largest rank of an adapter."""
+    max_lora_rank: int | None = None
+    """Largest rank of an adapter; 256 on a CPU and 64 on a GPU if not given."""
     lora_drain_wait_s: float = 2.0
     """A request that has waited so long for a slot for its adapter has one emptied for it."""
     host: str = "127.0.0.1"

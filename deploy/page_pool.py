@@ -38,10 +38,12 @@ def make_page_pool(
     group: Group,
     gauge: MemoryGauge | None,
     profile: Profile,
+    adapters: int = 0,
 ) -> PagedKVCache:
     """This rank's part of every page, on the model's device; all ranks have equally many pages.
 
-    `gauge` is None for host memory. All ranks profile at the same time, as a batch is computed by
+    `gauge` is None for host memory, `adapters` the bytes that their slots will take on this rank's
+    device. All ranks profile at the same time, as a batch is computed by
     all of them together.
 
     Raises:
@@ -76,7 +78,10 @@ def make_page_pool(
             own = page_bytes_of(**shape, num_kv_heads=len(shard.kv_heads), dtype=model.dtype)
             where = str(model.device)
             num_pages = _together(
-                group, lambda: plan_pages(readings, config.mem_fraction, own, device=where)
+                group,
+                lambda: plan_pages(
+                    readings, config.mem_fraction, own, adapters=adapters, device=where
+                ),
             )
         cache = make(num_pages)
     except (ValueError, RuntimeError, MemoryError) as error:

@@ -11,6 +11,7 @@ from common.engine.lora.pool import LoraPool
 from common.engine.runner import ModelRunner
 from common.grammar.store import GrammarStore
 from common.kv_cache.storage import PagedKVCache
+from deploy.default_model import cache_root
 
 EngineRunner = ModelRunner | CudaModelRunner
 
@@ -37,7 +38,15 @@ def make_runner(
     return CudaModelRunner(
         model,
         cache,
-        make_attention(attention, cache, spec.num_heads, spec.windows, model.dtype),
+        make_attention(
+            attention,
+            cache,
+            spec.num_heads,
+            spec.windows,
+            model.dtype,
+            cache_root() / "attention-tuning.json",
+            measure=config.tune_attention and not profiling,
+        ),
         CudaStream(model.device),
         most,
         max_model_len,

@@ -1,8 +1,9 @@
 """How many KV pages fit on a GPU: arithmetic over a few numbers, and the reading of those numbers.
 
-    total   [ not allowed | weights |  working  | reserve |             pages              ]
-                 1 - mem_fraction        │           │
-    what a run of the largest batch held ┘           └ graphs, kernels, what libraries take
+    total   [ not allowed | weights | working | adapters | reserve |          pages          ]
+                 1 - mem_fraction        │         │         │
+    what a run of the largest batch held ┘         │         └ graphs, kernels, libraries
+                 slots, taken with the first of them
 
 A run of the largest batch tells the working memory, as in vLLM; nothing else knows what kernels,
 products and the sampler take together. What this process holds is asked of torch's allocator and
@@ -48,10 +49,11 @@ def plan_pages(
     mem_fraction: float,
     page_bytes: int,
     *,
+    adapters: int = 0,
     device: str = "the device",
     reserve: int = RESERVE_BYTES,
 ) -> int:
-    """How many pages of `page_bytes` this node may have.
+    """How many pages of `page_bytes` this node may have, `adapters` bytes kept for LoRA slots.
 
     With them it holds at most `mem_fraction` of the device, and takes no more than is free.
 
@@ -59,7 +61,8 @@ def plan_pages(
         MemoryPlanError: not even one fits; the message has all the numbers.
     """
     allowed = int(readings.total * mem_fraction)
-    room = min(allowed - readings.weights, readings.free) - readings.working - reserve
+    room = min(allowed - readings.weights, readings.free)
+    room -= readings.working + adapters + reserve
     pages = room // page_bytes
     if pages >= 1:
         return pages
@@ -68,9 +71,10 @@ def plan_pages(
         f"memory: no page pool fits on {device}. Of its {_gib(readings.total)} GiB mem_fraction "
         f"{mem_fraction:g} allows this node {_gib(allowed)}; others hold {_gib(others)}, "
         f"{_gib(readings.free)} are free now. Weights hold {_gib(readings.weights)}, the largest "
-        f"batch works with {_gib(readings.working)}, {_gib(reserve)} are kept for graphs and "
-        f"libraries: that leaves {_gib(room)} GiB, and a page has {page_bytes / MIB:.2f} MiB. A "
-        "smaller chunk_size, max_running_requests or max_model_len needs less working memory"
+        f"batch works with {_gib(readings.working)}, {_gib(adapters)} are kept for LoRA slots and "
+        f"{_gib(reserve)} for graphs and libraries: that leaves {_gib(room)} GiB, and a page has "
+        f"{page_bytes / MIB:.2f} MiB. A smaller chunk_size, max_running_requests or max_model_len "
+        "needs less working memory, max_loras_per_batch or max_lora_rank fewer slots"
     )
 
 

@@ -83,6 +83,10 @@ class AdapterDesk:
             self._load_again(ticket, verb, entry)
             return
         slots, pinned = len(self._placement.slots), self._table.num_pinned
+        if not slots:
+            problem = "cannot be loaded: this node's max_loras_per_batch is 0"
+            self._answer(ticket, False, f"adapter {verb.name!r} {problem}")
+            return
         if verb.pinned and pinned >= slots - 1:
             problem = f"would starve the others: {pinned} of {slots} slots are pinned already"
             self._answer(ticket, False, f"adapter {verb.name!r} pinned {problem}")

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.engine.attention.choice import make_attention
 from common.engine.attention.measuring import Bench, attention_tuning
+from common.engine.attention.triton_backend import TritonAttention
 from common.engine.kernels import tuning
 from common.engine.kernels.tuning import (
     SHARED_MEMORY,
@@ -129,6 +131,10 @@ class TestAttentionTuning:
         chosen = attention_tuning(cache, 2, path, measure=False)
         assert (chosen.decode, chosen.prefill) == (CHOICE, default.prefill)
         assert attention_tuning(cache, 1, path, measure=False).decode == default.decode
+        windows = (None,) * cache.num_layers
+        backend = make_attention("triton", cache, 2, windows, cache.dtype, path)
+        assert isinstance(backend, TritonAttention)
+        assert backend.tuning == chosen
 
     def test_candidates_are_run_and_the_fastest_is_taken(self) -> None:
         """With a stopwatch of our own: the third thing it is given is the fastest."""

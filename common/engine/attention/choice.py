@@ -1,6 +1,7 @@
 """Attention by the name that `common.engine.device.choose_attention` chose."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +18,19 @@ def make_attention(
     num_heads: int,
     windows: Sequence[int | None],
     dtype: torch.dtype,
+    choices: Path | None = None,
+    *,
+    measure: bool = False,
 ) -> AttentionBackend[Any]:
-    """The backend over `cache`; Triton is imported only if it is the one."""
+    """The backend over `cache`; Triton is imported only if it is the one.
+
+    `choices` is the file with launch configurations of Triton's that were measured on this machine;
+    with `measure` what it lacks is measured and put there, on a pool that is not in use yet.
+    """
     if name == "torch":
         return TorchAttention(cache, num_heads, windows, dtype)
+    from common.engine.attention.measuring import attention_tuning
     from common.engine.attention.triton_backend import TritonAttention
 
-    return TritonAttention(cache, num_heads, windows)
+    tuning = attention_tuning(cache, num_heads, choices, measure=measure)
+    return TritonAttention(cache, num_heads, windows, tuning=tuning)

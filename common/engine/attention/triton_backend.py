@@ -75,12 +75,12 @@ class TritonAttention:
         self._windows = tuple(windows)
         self._distinct_windows = tuple(dict.fromkeys(windows))
         group = num_heads // cache.num_kv_heads
-        self._tuning = tuning or AttentionTuning.default(
+        self.tuning = tuning or AttentionTuning.default(
             Card.of(cache.device), cache.head_dim, group, cache.dtype
         )
-        prefill, decode = self._tuning.prefill, self._tuning.decode
+        prefill, decode = self.tuning.prefill, self.tuning.decode
         self._tile_tokens = prefill.tokens(group)
-        programs = self._tuning.processors / cache.num_kv_heads
+        programs = self.tuning.processors / cache.num_kv_heads
         self._split_tiles = Split(max(1, int(programs)), prefill.min_keys, prefill.block_keys)
         self._split = Split(
             max(1, int(programs * decode.resident)), decode.min_keys, decode.block_keys
@@ -184,7 +184,7 @@ class TritonAttention:
         rotate_and_store(
             qkv, rotation, self._pools[layer],
             metadata.page_table, metadata.slots, metadata.positions,
-            config=self._tuning.store,
+            config=self.tuning.store,
         )  # fmt: skip
         query = qkv[:, : self._num_heads]
         out = query.new_empty(query.shape[0], self._num_heads * self._head_dim)
@@ -199,12 +199,12 @@ class TritonAttention:
         if lists.tiles is not None:
             prefill_attention(
                 query, pool, table, lists.tiles, lists.tile_merges,
-                out=out, workspace=metadata.workspace, window=window, config=self._tuning.prefill,
+                out=out, workspace=metadata.workspace, window=window, config=self.tuning.prefill,
             )  # fmt: skip
         if lists.pieces is not None:
             decode_attention(
                 query, pool, table, lists.pieces, lists.piece_merges,
-                out=out, workspace=metadata.workspace, config=self._tuning.decode,
+                out=out, workspace=metadata.workspace, config=self.tuning.decode,
             )  # fmt: skip
 
     def warm_up(self) -> None:

@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(
-    folder: Path, rooms: Sequence[int | None], config: NodeConfig
+    folder: Path, rooms: Sequence[int | None], config: NodeConfig, adapters: int = 0
 ) -> list[PagedKVCache | Exception]:
     """The pool of each rank, or why it has none; a room of None is host memory."""
     meeting = Meeting(len(rooms))
@@ -67,7 +67,13 @@ def make(
         profiled: list[int] = []
         try:
             cache = make_page_pool(
-                config, model, shard, group, gauge, lambda cache: profiled.append(cache.num_pages)
+                config,
+                model,
+                shard,
+                group,
+                gauge,
+                lambda cache: profiled.append(cache.num_pages),
+                adapters,
             )
         except (StartupError, MemoryPlanError) as error:
             return error
@@ -91,6 +97,11 @@ def test_the_rank_with_the_least_room_decides(folder: Path, rooms: tuple[int, in
     of_first, of_second = rooms[0] // 2, rooms[1]  # in pages of two heads, and of one
     made = make(folder, [room * HEAD_BYTES for room in rooms], config)
     assert pages(made) == [min(of_first, of_second)] * 2
+
+
+def test_room_is_kept_for_adapters(folder: Path) -> None:
+    config = NodeConfig(page_size=PAGE_SIZE, mem_fraction=1.0)
+    assert pages(make(folder, [40 * HEAD_BYTES], config, 10 * HEAD_BYTES)) == [10]
 
 
 def test_a_rank_without_room_is_everybodys(folder: Path) -> None:

@@ -37,9 +37,20 @@ def test_what_does_not_fit_is_refused_with_all_the_numbers() -> None:
         total=24 * GIB, unused_by_others=20 * GIB, free=5 * GIB, weights=15 * GIB, working=6 * GIB
     )
     with pytest.raises(MemoryPlanError) as refused:
-        plan_pages(small, 0.85, PAGE, device="cuda:0")
+        plan_pages(small, 0.85, PAGE, adapters=int(0.75 * GIB), device="cuda:0")
     said = str(refused.value)
-    for number in ("24.00", "0.85", "20.40", "4.00", "5.00", "15.00", "6.00", "0.50", "-1.50"):
+    for number in (
+        "24.00",
+        "0.85",
+        "20.40",
+        "4.00",
+        "5.00",
+        "15.00",
+        "6.00",
+        "0.75",
+        "0.50",
+        "-2.25",
+    ):
         assert re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", said), number
     assert "cuda:0" in said
     assert "2.00 MiB" in said
@@ -48,9 +59,9 @@ def test_what_does_not_fit_is_refused_with_all_the_numbers() -> None:
 
 def test_the_last_page_that_fits_is_given() -> None:
     exact = MemoryReadings(total=100, unused_by_others=100, free=60, weights=40, working=20)
-    assert plan_pages(exact, 1.0, 30, reserve=10) == 1
+    assert plan_pages(exact, 1.0, 23, adapters=7, reserve=10) == 1
     with pytest.raises(MemoryPlanError):
-        plan_pages(exact, 1.0, 31, reserve=10)
+        plan_pages(exact, 1.0, 24, adapters=7, reserve=10)
 
 
 sizes = st.integers(0, 200 * GIB)

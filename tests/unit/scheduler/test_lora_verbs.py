@@ -131,6 +131,18 @@ def test_pins_that_would_leave_no_slot_are_refused(slots: int, pins: int) -> Non
     node.serve("free")
 
 
+def test_a_node_without_slots_takes_no_adapter() -> None:
+    node = prefill(max_loras_per_batch=0, max_loaded_loras=0)
+    node.load("a", ticket=1)
+    node.step()
+    assert not answered(node)[1].ok
+    assert "max_loras_per_batch is 0" in answered(node)[1].message
+    assert not list(node.scheduler.adapters)
+    node.router(generate(1, adapter=adapter("a")))
+    node.step()
+    assert node.failures(FailureKind.ADAPTER) == [1]
+
+
 def test_what_was_never_loaded_cannot_be_unloaded() -> None:
     node = prefill()
     node.unload("a", ticket=1)
