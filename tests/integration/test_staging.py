@@ -6,6 +6,7 @@ be: rings, questions, boxes, and NIXL between processes.
 
 import asyncio
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_killed_nodes_cost_no_request_and_no_page(model: Path, ucx_tls: str | No
             for victim in ("prefill-1", "decode-1", None):
                 async with Load(running.urls, works) as load:
                     if victim is not None:
-                        await eventually(lambda load=load: heard(load, 20), 30)
+                        await eventually(partial(heard, load, 20), 30)
                         running[victim].kill()
                     await load.finish()
                 assert [s.describe() for s in load.streams if not s.is_right] == []
