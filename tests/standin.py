@@ -161,7 +161,7 @@ class StandIn:
             )
         ]
         await self.greet()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await self.joined.wait()
         return self
 

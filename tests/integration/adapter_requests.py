@@ -38,7 +38,7 @@ def verbs(node: StandIn, kind: type) -> list[object]:
 
 async def joined(c: Cluster, node: StandIn) -> None:
     """Until the router gives it work."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while True:
             nodes = {n["name"]: n for n in (await c.info())["nodes"]}
             if nodes.get(node.name, {}).get("equipped"):

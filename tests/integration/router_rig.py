@@ -88,7 +88,7 @@ class Cluster:
         """What an undisturbed request answers."""
         return self.codec.decode(expected_tokens(prompt or IDS, count))
 
-    async def eventually(self, condition: Callable[[], Any], seconds: float = 5.0) -> None:
+    async def eventually(self, condition: Callable[[], Any], seconds: float = 20.0) -> None:
         async with asyncio.timeout(seconds):
             while not condition():
                 await asyncio.sleep(0.01)
@@ -118,7 +118,7 @@ async def cluster(
     router = asyncio.create_task(serving)
     try:
         router.add_done_callback(lambda _: started.cancel())
-        listening = await asyncio.wait_for(started, 10)
+        listening = await asyncio.wait_for(started, 30)
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(aiohttp.ClientSession())
             made = Cluster(folder, listening, session, router, end)
@@ -136,7 +136,7 @@ async def cluster(
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(90):
             await work
 
     asyncio.run(bounded())

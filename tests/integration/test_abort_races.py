@@ -166,7 +166,7 @@ async def pause_while_some_wait(session: Client) -> None:
         async def some_wait() -> bool:
             return await waiting_for_pages(session) > 0
 
-        await eventually(some_wait, 10.0)
+        await eventually(some_wait, 30)
         await pause(session)
         if await some_wait():
             return

@@ -117,7 +117,7 @@ async def strike(
     while heard < 20:
         await asyncio.sleep(0.01)
     streams += [asyncio.create_task(session.stream(p, n)) for p, n in work[4:]]
-    await eventually(seen, 10)
+    await eventually(seen, 30)
     await disturb()
     answers = await asyncio.gather(*streams)
     for (prompt, count), answer in zip(work, answers, strict=True):

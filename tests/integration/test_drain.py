@@ -226,7 +226,7 @@ def test_a_router_asked_to_end_finishes_its_streams(running: Fleet, works: list[
         ):
             await heard(load, 100)
             router.signal(signal.SIGTERM)
-            await eventually(lambda: refuses(running.url), 5.0)
+            await eventually(lambda: refuses(running.url), 30)
             status, answer = await session.post("/generate", {"input_ids": [5]})
             assert (status, answer["error"]["code"]) == (503, "draining")
             await load.finish()

@@ -331,7 +331,7 @@ def test_a_node_that_slept_through_an_unload_is_told(
             async def told() -> bool:
                 return (await held_by(session))[sleeper.name] == set(kept)
 
-            await eventually(told, 10)
+            await eventually(told, 30)
             assert gone not in await listed(session)
             await load(session, gone, wardrobe.adapters[gone])
             await serves_right(session, lora_works)

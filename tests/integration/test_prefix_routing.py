@@ -43,7 +43,7 @@ async def told(session: Client) -> None:
         known = await session.samples("pdserve_router_index_node_pages")
         return sum(known.values()) == await cached_pages(session)
 
-    await eventually(knows_all, 10)
+    await eventually(knows_all, 30)
 
 
 def test_a_prompt_goes_where_its_pages_are(running: Fleet, model: Path) -> None:

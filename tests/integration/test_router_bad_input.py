@@ -42,7 +42,7 @@ async def count(c: Cluster, kind: str) -> int:
 
 
 async def until(c: Cluster, kind: str, at_least: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while await count(c, kind) < at_least:
             await asyncio.sleep(0.02)
 
@@ -88,7 +88,7 @@ def test_other_protocols_at_the_node_port(
                     writer.write(junk)
                     await writer.drain()
             kinds = ("refused_connections", "broken_handshakes", "garbage_frames")
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while not sum([await count(c, kind) for kind in kinds]):
                     await asyncio.sleep(0.02)
 
