@@ -4,7 +4,6 @@ transformers', on pages that are NaN where torch needs zeros."""
 import pytest
 import torch
 
-from common.engine import runner
 from common.engine.attention.triton_backend import TritonAttention
 from common.engine.kernels.tuning import AttentionTuning, DecodeConfig, PrefillConfig, StoreConfig
 from common.kv_cache.storage import PagedKVCache
@@ -49,7 +48,7 @@ def engine_over_kernels(monkeypatch: pytest.MonkeyPatch, zoo: Zoo, variant: str)
         ) -> None:
             super().__init__(cache, num_heads, windows, dtype, TUNING)
 
-    monkeypatch.setattr(runner, "TorchAttention", Small)
+    monkeypatch.setattr("common.engine.attention.choice.TorchAttention", Small)
     monkeypatch.setattr("tests.unit.engine.driving.PagedKVCache", PoisonedCache)
     engine = Engine(zoo.loaded(variant), num_pages=64, max_len=128)
     engine.cache.tensor.fill_(float("nan"))

@@ -44,6 +44,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model("llama", tmp_path_factory.mktemp("models") / "tiny", seed=3)
 
 
+def children() -> set[psutil.Process]:
+    """Processes below this one; other tests leave multiprocessing's tracker."""
+    return set(psutil.Process().children())
+
+
 class Driven(Engine):
     """Drives rank 0's engine instead of one of its own."""
 
@@ -56,6 +61,7 @@ class Driven(Engine):
 
 def test_three_processes_compute_what_peft_does(model: Path, tmp_path: Path) -> None:
     """More ranks than KV heads; the base model and adapters of every product in one batch."""
+    before = children()
     folders = make_adapters(model, tmp_path)
     oracle = PeftOracle(model, folders)
     config = NodeConfig(
@@ -82,7 +88,7 @@ def test_three_processes_compute_what_peft_does(model: Path, tmp_path: Path) -> 
         if loader is not None:
             loader.close()
         ranks.close()
-    assert not psutil.Process().children()
+    assert children() == before
 
 
 def place_all(adapters: SharedAdapters, folders: dict[str, Path]) -> None:
@@ -107,6 +113,7 @@ def place_all(adapters: SharedAdapters, folders: dict[str, Path]) -> None:
 
 def test_what_keeps_a_rank_from_starting_is_said(model: Path, tmp_path: Path) -> None:
     """Here a part of the files that only the last rank reads too little of."""
+    before = children()
     config = NodeConfig(tp=2, dtype="float32", num_pages=16, max_model_len=513)
     ranks = RankProcesses(config, model, IDENTITY)
     try:
@@ -115,7 +122,7 @@ def test_what_keeps_a_rank_from_starting_is_said(model: Path, tmp_path: Path) ->
             ranks.memories()
     finally:
         ranks.close()
-    assert not psutil.Process().children()
+    assert children() == before
 
 
 # ---------------------------------------------------------------- whole nodes
