@@ -108,7 +108,7 @@ async def cluster(
     """Start a router and one node for each letter of `nodes`: p or d."""
     started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
     defaults: dict[str, Any] = {
-        "port": 0, "node_port": 0, "served_model_name": "tiny", "node_timeout_s": 0.6,
+        "port": 0, "node_port": 0, "served_model_name": "tiny", "node_timeout_s": 1.5,
         "heartbeat_s": 0.1, "backoff_s": 0.02, "node_wait_s": 1.0, "admin_timeout_s": 2.0,
         **PAIRS_ONLY,
     }  # fmt: skip
