@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, assert_never
 from uuid import uuid4
@@ -24,6 +25,8 @@ from uuid import uuid4
 from common.config import DecodeConfig, NodeConfig, PrefillConfig
 from common.credentials import ClusterKeys
 from common.engine.cpu import set_num_threads
+from common.engine.cuda.mortal import MortalRunner
+from common.engine.device import answers
 from common.engine.errors import ModelError
 from common.engine.lora.loader import AdapterLoader
 from common.engine.parallel.adapters import SharedAdapters
@@ -234,7 +237,9 @@ def _warm_up(engine: Engine, ranks: RankProcesses) -> Runner:
     ranks.begin_warm_up()
     engine.runner.warm_up()
     if not ranks.channels:
-        return engine.runner
+        if engine.model.device.type == "cpu":
+            return engine.runner
+        return MortalRunner(engine.runner, partial(answers, engine.model.device), ranks.give_up)
     return LeadingRunner(engine.runner, ranks.tell_batch, ranks.give_up)
 
 

@@ -4,6 +4,8 @@
   into what an earlier step has yet to copy changes that step, as it might on a GPU.
 * A graph is the list of torch operations of its capture, with the very tensors and numbers they
   were called with. Replaying calls them anew: what a capture took from the host stays as it was.
+* Work runs in the inference mode of whoever submits or captures it, as it would on a GPU, where it
+  runs at once: tensors that were made in that mode take no writes outside of it.
 * Work that looks at a tensor's values, which on a GPU waits for it, is an error.
 """
 
@@ -133,28 +135,28 @@ class LateStream:
         self.graphs: list[Recorded | Rerun] = []
         self.num_run = 0
         self._records = records
-        self._queue: deque[Callable[[], None]] = deque()
+        self._queue: deque[tuple[Callable[[], None], bool]] = deque()
         self._num_submitted = 0
 
     def host_buffer(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int64)
 
     def submit(self, work: Callable[[], None]) -> LateEvent:
-        self._queue.append(work)
+        self._queue.append((work, torch.is_inference_mode_enabled()))
         self._num_submitted += 1
         return LateEvent(self, self._num_submitted)
 
     def run_upto(self, count: int) -> None:
         while self.num_run < count:
             self.num_run += 1
-            work = self._queue.popleft()
-            with torch.inference_mode(), self._guard():
+            work, inference = self._queue.popleft()
+            with torch.inference_mode(inference), self._guard():
                 work()
 
     def capture(self, work: Callable[[], Tensor]) -> Recorded | Rerun:
         self.run_upto(self._num_submitted)
         graph: Recorded | Rerun
-        with torch.inference_mode(), self._guard():
+        with self._guard():
             work()
             if self._records:
                 calls: list[Call] = []

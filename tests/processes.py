@@ -310,13 +310,13 @@ def _member(
 
 
 def command_line(flags: Flags) -> list[str]:
-    """As a command takes them; a boolean is `--name` or `--no-name`."""
+    """As a command takes them; a boolean is `--name` or `--no-name`, None is left out."""
     parts = []
     for flag, value in flags.items():
         spelled = flag.replace("_", "-")
         if isinstance(value, bool):
             parts.append(f"--{spelled}" if value else f"--no-{spelled}")
-        else:
+        elif value is not None:
             parts.append(f"--{spelled}={value}")
     return parts
 

@@ -11,12 +11,14 @@ import select
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from common.engine.device import activate
 from common.kv_cache.storage import PagedKVCache
 from common.messages import PeerMemory
 from common.plan import (
@@ -79,6 +81,7 @@ def register(cache: PagedKVCache, incarnation: str) -> ShardedTransfer:
         num_heads=cache.num_kv_heads,
         kind="VRAM" if on_gpu else "DRAM",
         device_id=cache.device.index or 0 if on_gpu else 0,
+        prepare_thread=partial(activate, cache.device),
     )
     return ShardedTransfer([local], incarnation)
 
@@ -91,6 +94,7 @@ def digest(cache: PagedKVCache, pages: Sequence[int]) -> str:
 
 def receive(pipe: Connection, shape: PoolShape) -> None:
     """The receiver's life; see the module."""
+    activate(torch.device(shape.device))
     cache = shape.make()
     transfer = register(cache, TARGET)
     bell = os.eventfd(0)

@@ -143,11 +143,15 @@ class ModelCore:
 
 
 def warm_up_batches(page_size: int, max_model_len: int) -> list[Batch]:
-    """A small chunk and a decode step, on page 0 and in slot 0."""
-    sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+    """A small chunk that draws at random, the same that takes the best token, and a decode step, on
+    page 0 and in slot 0. The two draws are different kernels."""
     longest = min(page_size, max_model_len)
     prompt = [0] * max(1, longest - 1)
-    batches = [Batch((Row(0, 0, prompt, [0], 0, SlotInit(sampling, prompt, [])),))]
+    inits = [
+        SlotInit(SamplingParams(max_tokens=1, seed=0, temperature=temperature), prompt, [])
+        for temperature in (1.0, 0.0)
+    ]
+    batches = [Batch((Row(0, 0, prompt, [0], 0, init),)) for init in inits]
     if len(prompt) < longest:
         batches.append(Batch((Row(0, len(prompt), [0], [], 1),)))
     return batches

@@ -68,6 +68,17 @@ def activate(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def answers(device: torch.device) -> bool:
+    """Waits for all that was launched on a GPU; False if nothing will ever be computed there again
+    by this process, as after a bad memory access."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError:
+            return False
+    return True
+
+
 def interprets() -> bool:
     """Whether Triton was told to interpret its kernels."""
     return os.environ.get(INTERPRETER, "").lower() in ("1", "true", "on", "yes", "y")

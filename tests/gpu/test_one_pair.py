@@ -20,6 +20,8 @@ from tests.tiny_models import VOCAB_SIZE
 LENGTHS = sized([1, 15, 16, 17, 300, 1024], [1, 5])
 COUNT = sized([48], [5])[0]
 LONGEST = max(LENGTHS) + COUNT
+POOLS: dict[str, object] = {} if DRY else {"num_pages": None, "mem_fraction": 0.2}
+"""Sized by what a run of the largest batch leaves, which no other test on a GPU goes through."""
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def setting(device: torch.device, tmp_path: Path) -> Setting:
     )
 
 
-def answers(setting: Setting, model: Served, dtype: str) -> list[Answer]:
+def answers(setting: Setting, model: Served, dtype: str, **flags: object) -> list[Answer]:
     chance = random.Random(0)
     prompts = [[chance.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
 
@@ -46,7 +48,7 @@ def answers(setting: Setting, model: Served, dtype: str) -> list[Answer]:
             await session.wait_idle()
             return outputs
 
-    with one_pair(setting, model, dtype=dtype) as running:
+    with one_pair(setting, model, dtype=dtype, **flags) as running:
         outputs = asyncio.run(ask(running.url))
     return [Answer(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
 
@@ -54,7 +56,7 @@ def answers(setting: Setting, model: Served, dtype: str) -> list[Answer]:
 @pytest.mark.timeout(400)
 def test_the_small_model_s_greedy_tokens_are_the_torch_backend_s(setting: Setting) -> None:
     with small_model(setting) as model:
-        served = answers(setting, model, "float32")
+        served = answers(setting, model, "float32", **POOLS)
         oracle = TorchOracle(model.folder, "float32", setting.device, LONGEST)
         for answer in served:
             wanted = oracle.greedy(answer.prompt, COUNT)

@@ -144,6 +144,7 @@ class CudaModelRunner:
         was called is computed: its pages may be read by others than this device."""
         return _at_once if self._landed is None else self._landed.done
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
         """Run a small chunk and a decode step and capture the graphs, so that the first request
         finds everything ready.

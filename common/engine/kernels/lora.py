@@ -83,7 +83,7 @@ def _tile(tiles, slots, rows, slot_stride, layer, target, SIZE: tl.constexpr):
     return place, row, real, tl.load(held), tl.where((count > 0) & (changed > 0), rank, 0)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer", "first_target", "num_rows"])
 def _shrink_kernel(
     x, memory, targets, slots, rows, tiles, low,
     x_stride, slot_stride, target_stride, low_stride, inner, layer, first_target, num_rows, split,
@@ -122,7 +122,7 @@ def _shrink_kernel(
         tl.store(out, total, mask=real[:, None] & held[None, :])
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer", "first_target", "num_rows"])
 def _expand_kernel(
     y, memory, targets, slots, rows, tiles, low,
     y_stride, slot_stride, target_stride, low_stride, layer, first_target, num_targets, num_rows,

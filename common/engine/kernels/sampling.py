@@ -158,7 +158,8 @@ def _draw_by_rank(
     return tl.where(listing, named, place)
 
 
-@triton.jit
+# One compilation, which takes ten seconds, for any number of rows.
+@triton.jit(do_not_specialize=["num_rows"])
 def _draw_kernel(
     logits, parameters, tokens, listed, ids, num_rows, vocab, row_stride, capacity,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,

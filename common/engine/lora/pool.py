@@ -81,6 +81,7 @@ class LoraPool:
         self._num_layers = spec.num_layers
         self._ranges = RankRanges(slots, max_rank)
         self._slots: dict[int, PlacedAdapter] = {}
+        self._stream: torch.cuda.Stream | None = None
         self._written = 0
 
     def slot(self, number: int) -> PlacedAdapter:
@@ -133,16 +134,21 @@ class LoraPool:
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
-        """On a GPU: beside the engine's kernels, on a stream of its own, and done at the end."""
+        """On a GPU: beside the engine's kernels, on a stream of its own, and done at the end.
+
+        Always the same one: torch has 32 of a device and gives them out in turns, so sooner or
+        later a new one would be the engine's, which may be capturing a graph.
+        """
         if self.device.type != "cuda":
             yield
             return
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         try:
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(self._stream):
                 yield
         finally:
-            stream.synchronize()
+            self._stream.synchronize()
 
     def _make(self) -> tuple[tuple[tuple[TargetWeights, ...], ...], ...]:
         rows = self._ranges.capacity

@@ -8,6 +8,7 @@ from queue import SimpleQueue
 from typing import NoReturn
 
 import pytest
+import torch
 
 from common.engine.cuda.runner import CudaModelRunner
 from common.engine.loader import load_model
@@ -94,7 +95,8 @@ def test_a_rank_that_is_not_given_the_tokens_is_noticed(
     def planted(self: CudaModelRunner, batch: object) -> object:
         step = original(self, batch)  # type: ignore[arg-type]
         if self._core._sampler is None:
-            self._stream.submit(self._drawn.zero_)  # type: ignore[arg-type]
+            with torch.inference_mode():
+                self._stream.submit(self._drawn.zero_)  # type: ignore[arg-type]
         return step
 
     monkeypatch.setattr(CudaModelRunner, "launch", planted)

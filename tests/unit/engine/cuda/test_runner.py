@@ -11,7 +11,7 @@ from common.messages import SamplingParams
 from common.plan import Batch, Row
 from tests.late_stream import HostWaited, LateStream, Recorded
 from tests.unit.engine.conftest import Zoo
-from tests.unit.engine.cuda.doubles import DrawingOps
+from tests.unit.engine.cuda.doubles import DrawingOps, TorchDraws
 from tests.unit.engine.cuda.driving import LateEngine
 from tests.unit.engine.driving import Engine, Generation, greedy
 
@@ -76,6 +76,22 @@ def test_each_decode_step_replays_the_smallest_graph_that_holds_it(
     grown = [after - before for after, before in zip(replays(engine), before, strict=True)]
     assert grown == [3, 1, 1]
     assert len(engine.stream.graphs) == 3, "nothing is captured that was captured before"
+
+
+def test_warming_up_draws_both_at_random_and_the_best(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU these are different kernels, which a request would otherwise wait for."""
+    seen = set()
+    original = TorchDraws.reset
+
+    def reset(self: TorchDraws, slot: int, params: SamplingParams) -> None:
+        seen.add(params.temperature > 0.0)
+        original(self, slot, params)
+
+    monkeypatch.setattr(TorchDraws, "reset", reset)
+    LateEngine(load("llama"), sizes=(1,)).late.warm_up()
+    assert seen == {True, False}
 
 
 def test_the_host_waits_once_a_step(prompt: Prompt, load: Load) -> None:
