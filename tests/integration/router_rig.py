@@ -93,6 +93,18 @@ class Cluster:
             while not condition():
                 await asyncio.sleep(0.01)
 
+    async def linked(self) -> None:
+        """Until the router may use every pair of the nodes that shake hands."""
+        nodes = self.nodes.values()
+        prefills = {n.incarnation for n in nodes if n.role is PREFILL}
+        decodes = {n.incarnation for n in nodes if n.role is DECODE and n.shakes_hands}
+        async with asyncio.timeout(30):
+            while True:
+                told = {n["incarnation"]: n["linked_peers"] for n in (await self.info())["nodes"]}
+                if all(prefills <= set(told.get(decode, ())) for decode in decodes):
+                    return
+                await asyncio.sleep(0.01)
+
     def openai(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
@@ -128,6 +140,8 @@ async def cluster(
                 more = {"keys": access.keys, **(node_settings or {})}
                 node = StandIn(role, listening.node_address, name, **more)
                 made.nodes[name] = await stack.enter_async_context(node)
+            if access is ANYBODY:
+                await made.linked()
             yield made
     finally:
         router.cancel()

@@ -217,6 +217,8 @@ def test_a_recorded_session_cannot_be_played_back(
             assert await count(c, "stale_node_messages") == stale
 
         await undisturbed(c, disturb)
+        # A connection that is gone before it could be asked for its address is told of later.
+        await c.eventually(lambda: lines(caplog, "refused_connections"))
         dealer.close()
         context.term()
         server.close()
