@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import NoReturn
 
-from common.plan import Batch, BatchResult
-from common.steps import Pending, Runner
+from common.engine.guarded import GuardedRunner
+from common.steps import Runner
 
 
-class MortalRunner:
+class MortalRunner(GuardedRunner):
     """`runner`, of a node that ends with its device.
 
     A step for which memory is short fails alone. One that ended in a bad access leaves a context in
@@ -22,36 +22,8 @@ class MortalRunner:
         answers: Callable[[], bool],
         give_up: Callable[[Exception], NoReturn],
     ) -> None:
-        self._runner = runner
-        self._answers = answers
-        self._give_up = give_up
+        def judge(error: Exception) -> None:
+            if not answers():
+                give_up(error)
 
-    @property
-    def overlaps(self) -> bool:
-        return self._runner.overlaps
-
-    def launch(self, batch: Batch) -> Pending:
-        """See `common.steps.Runner`."""
-        try:
-            return _Step(self, self._runner.launch(batch))
-        except Exception as error:
-            self.judge(error)
-            raise
-
-    def judge(self, error: Exception) -> None:
-        """Comes back only if the device is as well as before."""
-        if not self._answers():
-            self._give_up(error)
-
-
-class _Step:
-    def __init__(self, runner: MortalRunner, pending: Pending) -> None:
-        self._runner = runner
-        self._pending = pending
-
-    def result(self) -> BatchResult:
-        try:
-            return self._pending.result()
-        except Exception as error:
-            self._runner.judge(error)
-            raise
+        super().__init__(runner, judge)
