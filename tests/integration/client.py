@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -75,6 +75,21 @@ class Client:
                 if on_chunk is not None:
                     on_chunk(len(ids))
         return ids
+
+    async def in_mid_stream(
+        self, work: Iterable[tuple[list[int], int]], chunks: int = 60
+    ) -> list[asyncio.Task[list[int]]]:
+        """Streams of each (prompt, count), of which so many chunks together have been heard."""
+        heard = 0
+
+        def on_chunk(_: int) -> None:
+            nonlocal heard
+            heard += 1
+
+        streams = [asyncio.create_task(self.stream(p, n, on_chunk)) for p, n in work]
+        while heard < chunks:
+            await asyncio.sleep(0.01)
+        return streams
 
     async def completion(self, **body: Any) -> tuple[str, str]:
         """Text and finish reason of a completion; with `stream`, put together."""

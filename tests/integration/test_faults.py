@@ -24,15 +24,7 @@ def test_kill_9_in_mid_stream(role: str, tmp_path: Path) -> None:
 
     async def run(url: str) -> list[list[int]]:
         async with client(url) as session:
-            heard = 0
-
-            def on_chunk(_: int) -> None:
-                nonlocal heard
-                heard += 1
-
-            streams = [asyncio.create_task(session.stream(p, n, on_chunk)) for p, n in work]
-            while heard < 60:
-                await asyncio.sleep(0.01)
+            streams = await session.in_mid_stream(work)
             victim = next(n for n in await session.nodes() if n["role"] == role)
             os.kill(victim["pid"], signal.SIGKILL)
             answers = await asyncio.gather(*streams)

@@ -120,15 +120,7 @@ def test_pause_in_mid_stream(running: Cluster, shared: Wardrobe, mode: str) -> N
 
     async def run() -> list[list[int]]:
         async with client(running.url) as session:
-            heard = 0
-
-            def on_chunk(_: int) -> None:
-                nonlocal heard
-                heard += 1
-
-            streams = [asyncio.create_task(session.stream(p, n, on_chunk)) for p, n in work]
-            while heard < 60:
-                await asyncio.sleep(0.01)
+            streams = await session.in_mid_stream(work)
             status, answer = await session.post("/pause_generation", {"mode": mode})
             assert status == 200, answer
             if mode == "retract":
@@ -167,15 +159,7 @@ def test_a_lost_rank_is_a_lost_node(
 
     async def run() -> list[list[int]]:
         async with client(running.url) as session:
-            heard = 0
-
-            def on_chunk(_: int) -> None:
-                nonlocal heard
-                heard += 1
-
-            streams = [asyncio.create_task(session.stream(p, n, on_chunk)) for p, n in work]
-            while heard < 60:
-                await asyncio.sleep(0.01)
+            streams = await session.in_mid_stream(work)
             victim = next(n for n in await session.nodes() if n["role"] == role)
             node = psutil.Process(victim["pid"])
             (rank,) = node.children()
