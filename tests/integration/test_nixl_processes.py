@@ -41,6 +41,8 @@ from transfer.nixl import NixlTransfer
 PAGE_BYTES = 1 << 20
 NUM_PAGES = 64
 WRITES = 24
+WARM_UP = 10_000
+"""The first write's room, beyond those of the writes that a test is about."""
 TIMEOUT_S = 60.0
 
 
@@ -212,14 +214,32 @@ def pages_of(room: int) -> range:
 def warm_up(source: Peer, target: Peer) -> dict[int, str]:
     """Connect, send one page; the right digest of each room to come."""
     connect(source, target)
-    source.submit(write(1000, target, range(1)))
-    until(lambda: 1000 in target.landed and 1000 in source.ends(), source, target)
+    source.submit(write(WARM_UP, target, range(1)))
+    until(lambda: WARM_UP in target.landed and WARM_UP in source.ends(), source, target)
     digests = [source.ask("digest", list(pages_of(room))) for room in range(4)]
-    return {1000: source.ask("digest", [0])} | {room: digests[room % 4] for room in range(600)}
+    return {WARM_UP: source.ask("digest", [0])} | {
+        room: digests[room % 4] for room in range(WARM_UP)
+    }
 
 
-def post_many(source: Peer, target: Peer) -> None:
-    source.submit(*(write(room, target, pages_of(room)) for room in range(WRITES)))
+def post_many(source: Peer, target: Peer, count: int = WRITES) -> None:
+    source.submit(*(write(room, target, pages_of(room)) for room in range(count)))
+
+
+def post_until_one_fails(source: Peer, target: Peer) -> int:
+    """How many writes were posted. There are always some on their way, so that a peer which dies
+    dies in mid-transfer, however late a loaded machine lets it."""
+    posted = 0
+
+    def failed() -> bool:
+        nonlocal posted
+        for _ in range(WRITES + len(source.ends()) - 1 - posted):
+            source.submit(write(posted, target, pages_of(posted)))
+            posted += 1
+        return bool(source.ends(WriteFailed))
+
+    until(failed, source)
+    return posted
 
 
 def assert_landed_right(target: Peer, right: dict[int, str]) -> None:
@@ -230,17 +250,16 @@ def test_killed_receiver_ends_every_write_and_a_new_one_is_served(start: Start) 
     source, target = start("source", 1), start("target-1", 2)
     right = warm_up(source, target)
     target.doom()
-    post_many(source, target)
-    until(lambda: len(source.ends()) > WRITES, source)
-    assert sorted(source.ends()) == [*range(WRITES), 1000]
-    assert source.ends(WriteFailed)
+    posted = post_until_one_fails(source, target)
+    until(lambda: len(source.ends()) > posted, source)
+    assert sorted(source.ends()) == [*range(posted), WARM_UP]
     assert_landed_right(target, right)
     restarted = start("target-2", 3)
     connect(source, restarted)
-    source.submit(write(507, restarted, pages_of(507)), write(508, target, pages_of(508)))
-    until(lambda: 507 in restarted.landed and 508 in source.ends(), source, restarted)
-    assert_landed_right(restarted, right)
-    assert WriteFailed(508, 0, "the peer is unknown") in source.events
+    source.submit(write(20_000, restarted, range(1)), write(20_001, target, range(1)))
+    until(lambda: 20_000 in restarted.landed and 20_001 in source.ends(), source, restarted)
+    assert restarted.landed == {20_000: right[WARM_UP]}
+    assert WriteFailed(20_001, 0, "the peer is unknown") in source.events
     failures = [event for event in source.events if isinstance(event, PeerFailed)]
     assert [failure.peer for failure in failures] == ["target-1"]
 
@@ -249,12 +268,12 @@ def test_killed_sender_leaves_the_receiver_serving(start: Start) -> None:
     source, target = start("source-1", 1), start("target", 2)
     right = warm_up(source, target)
     source.doom()
-    post_many(source, target)
+    post_many(source, target, 10 * WRITES)  # seconds of work: its first event is not its last
     source.process.join()
     restarted = start("source-2", 3)
     target.pump()
     assert_landed_right(target, right)
-    assert len(target.landed) <= WRITES, "the kill came after the last write"
+    assert len(target.landed) <= 10 * WRITES, "the kill came after the last write"
     target.landed.clear()
     right = warm_up(restarted, target)
     post_many(restarted, target)
@@ -285,7 +304,7 @@ def test_stopped_receiver_holds_writes_until_it_goes_on(start: Start) -> None:
         assert 501 not in source.ends()
     target.signal(signal.SIGCONT)
     until(lambda: {500, 501} <= set(source.ends()) and 501 in target.landed, source, target)
-    assert sorted(source.ends(WriteDone)) == [*range(WRITES), 500, 501, 1000]
+    assert sorted(source.ends(WriteDone)) == [*range(WRITES), 500, 501, WARM_UP]
     assert_landed_right(target, right)
     assert source.events.count(PeerAdded("target")) == 2
 
@@ -300,7 +319,7 @@ def test_close_beside_a_stopped_receiver_is_bounded(start: Start) -> None:
     seconds, last_events = source.ask("close")
     source.events += last_events
     assert seconds < 8
-    assert sorted(source.ends()) == [*range(WRITES), 500, 1000]
+    assert sorted(source.ends()) == [*range(WRITES), 500, WARM_UP]
     assert 500 in source.ends(WriteFailed if source.by_tcp else None)
 
 
